@@ -40,6 +40,9 @@ DEVICE_ROOMS = (
     "jitney.engine.core.weights",
     "jitney.engine.core.executor",
     "jitney.engine.core.build",
+    "jitney.engine.core.describe",
+    "jitney.engine.core.jax_start",
+    "jitney.engine.core.setup",
     "jitney.engine.lab.device",
 )
 #: Modules of these rooms that the host half needs all the same.

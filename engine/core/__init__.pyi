@@ -1,8 +1,4 @@
-from .build import choose_dtype as choose_dtype
-from .build import choose_kernels as choose_kernels
-from .build import devices_of as devices_of
 from .build import prove_kernels as prove_kernels
-from .build import start_jax as start_jax
 from .display import Display as Display
 from .display import load_llm as load_llm
 from .display import make_display as make_display
@@ -50,6 +46,8 @@ from .grammar.terms import Terms as Terms
 from .grammar.terms import arguments_schema as arguments_schema
 from .grammar.terms import json_rule as json_rule
 from .grammar.worker import Checker as Checker
+from .jax_start import devices_of as devices_of
+from .jax_start import start_jax as start_jax
 from .llm import LLM as LLM
 from .llm import Completion as Completion
 from .models.protocol import Model as Model
@@ -76,6 +74,8 @@ from .scheduler.policies import POLICIES as POLICIES
 from .scheduler.scheduler import Scheduler as Scheduler
 from .scheduler.sequence import Sequence as Sequence
 from .scheduler.state_slots import StateTables as StateTables
+from .setup import choose_dtype as choose_dtype
+from .setup import choose_kernels as choose_kernels
 from .text.detokenizer import TextDelta as TextDelta
 from .text.detokenizer import TextStream as TextStream
 from .text.detokenizer import TokenBytes as TokenBytes

@@ -89,7 +89,8 @@ class LLM:
             raise ConfigError("n_hosts: only jitney serve runs an engine over several hosts")
         prepare_platform(config.engine)
         # Imports jax, which reads the environment set above.
-        from jitney.engine.core.build import build_engine, start_jax
+        from jitney.engine.core.build import build_engine
+        from jitney.engine.core.jax_start import start_jax
 
         on_progress = progress or _ignore
         start_jax(config)  # before fetching the model, in case the platform does not start

@@ -35,7 +35,7 @@ from jitney.engine.cli import generate, main
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.requests import Grammar
 from jitney.engine.config.schema import Config
-from jitney.engine.core import build
+from jitney.engine.core import build, setup
 from jitney.engine.core.display import load_llm
 from jitney.engine.core.executor.program import Program, StateSizes
 from jitney.engine.core.executor.runner import Runner
@@ -265,7 +265,7 @@ def served_at_once(family: str, devices: int) -> dict[str, np.ndarray]:
         return experts.experts(*args)
 
     kernels = replace(KERNELS, experts=counted)
-    with mock.patch.object(build, "select", lambda platform, name, heads: kernels):
+    with mock.patch.object(setup, "select", lambda platform, name, heads: kernels):
         found = served(family, devices)
     return found | {"calls": np.array(len(calls))}
 
@@ -355,7 +355,7 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
     kernels = replace(select("cpu", "reference"), fp8=products)
     with contextlib.ExitStack() as stack:
         stack.enter_context(many_heads())
-        stack.enter_context(mock.patch.object(build, "select", lambda *_: kernels))
+        stack.enter_context(mock.patch.object(setup, "select", lambda *_: kernels))
         stack.enter_context(mock.patch.object(Runner, "_compile_steps", await_use))
         if shares > 1:  # another product than the proof knows
             stack.enter_context(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jitney.engine.core import build
+from jitney.engine.core import setup
 from jitney.kernels import reference
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference as reference_set
@@ -34,4 +34,4 @@ def wrong_set() -> KernelSet:
 
 def choose(monkeypatch: pytest.MonkeyPatch, kernels: KernelSet) -> None:
     """Let engines that are built from now on find this set, whatever they ask for."""
-    monkeypatch.setattr(build, "select", lambda platform, name, heads: kernels)
+    monkeypatch.setattr(setup, "select", lambda platform, name, heads: kernels)

@@ -16,7 +16,7 @@ import pytest
 from jitney.engine.config.cache_folder import make_folders, make_private, open_compilation_cache
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.config.tuned_sizes import TunedSizes
-from jitney.engine.core import build
+from jitney.engine.core import jax_start
 
 ROOT = os.geteuid() == 0
 
@@ -166,7 +166,7 @@ def test_jax_is_given_the_folder_only_if_it_is_safe(
     monkeypatch.setenv("JITNEY_CACHE", str(home / "cache"))
     make_folders(home / "cache" / "xla")
     (home / "cache").chmod(mode)
-    build.start_jax(Config(engine=EngineSection(platform="cpu")))
+    jax_start.start_jax(Config(engine=EngineSection(platform="cpu")))
     wanted = str(home / "cache" / "xla") if mode == 0o700 else None
     assert given.get("jax_compilation_cache_dir") == wanted
 
@@ -182,7 +182,7 @@ def test_a_full_cache_folder_is_read_and_not_written(
     usage = shutil.disk_usage(home)._replace(free=free)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     with caplog.at_level(logging.WARNING):
-        build.start_jax(Config(engine=EngineSection(platform="cpu")))
+        jax_start.start_jax(Config(engine=EngineSection(platform="cpu")))
     assert given["jax_compilation_cache_dir"] == str(home / "cache" / "xla")
     least = given["jax_persistent_cache_min_compile_time_secs"]
     warnings = [text for text in caplog.messages if "NOT KEPT" in text]

@@ -20,7 +20,7 @@ from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import platforms
 from jitney.engine.config.layers import load_config
-from jitney.engine.core.build import start_jax
+from jitney.engine.core.jax_start import start_jax
 from jitney.engine.core.llm import LLM
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.lab.device import worker

@@ -31,7 +31,7 @@ from safetensors.numpy import save_file
 
 from jitney.engine import LLM
 from jitney.engine.common.errors import ConfigError, ModelError
-from jitney.engine.core.build import _Setup
+from jitney.engine.core.setup import Setup
 from jitney.engine.core.weights.checkpoints.eagle3 import read_eagle3
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -228,7 +228,7 @@ def test_drafts_are_those_of_a_naive_head(
     """In a crowd, of prompts in chunks, behind drafts that were wrong, and behind a prefix that was
     found in pages. in_parts: as a CPU runs steps; else as a GPU does.
     """
-    monkeypatch.setattr(_Setup, "runs_in_parts", in_parts)
+    monkeypatch.setattr(Setup, "runs_in_parts", in_parts)
     check_drafts(drafting(model, head, count), naive_drafts, count, monkeypatch)
 
 

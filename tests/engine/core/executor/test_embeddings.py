@@ -21,7 +21,6 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest, Pooling, SamplingParams
 from jitney.engine.config.schema import Config, EngineSection
-from jitney.engine.core.build import _Setup
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
@@ -30,6 +29,7 @@ from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.setup import Setup
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.kernels.select import select
@@ -231,7 +231,7 @@ def test_vectors_are_made_as_the_files_of_the_model_say(
         (tmp_path / "modules.json").write_text(json.dumps(listed))
         (tmp_path / "1_Pooling").mkdir()
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": stated}))
-    setup = _Setup(
+    setup = Setup(
         config=Config(engine=EngineSection(embedding_pooling=asked)),
         source=ModelSource("hf", str(tmp_path), "", tiny_config()),
         devices=[],

@@ -34,8 +34,8 @@ from reference_logits import DATA, SCRIPT, weights_of, write_folder
 
 from jitney.engine import LLM
 from jitney.engine.common.errors import ConfigError, ModelError
-from jitney.engine.core.build import _Setup
 from jitney.engine.core.models.registry import abstract_model, model_class
+from jitney.engine.core.setup import Setup
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
@@ -220,7 +220,7 @@ def test_drafts_are_those_of_a_naive_head(
     """In a crowd, of prompts in chunks, behind drafts that were wrong, and behind a prefix that was
     found in pages. in_parts: as a CPU runs steps; else as a GPU does.
     """
-    monkeypatch.setattr(_Setup, "runs_in_parts", in_parts)
+    monkeypatch.setattr(Setup, "runs_in_parts", in_parts)
     naive = naive_head(folder, weights())
     check_drafts(drafting(folder, count), naive, count, monkeypatch)
 

@@ -23,8 +23,8 @@ from jitney.engine import LLM
 from jitney.engine.cli import doctor
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import load_config
-from jitney.engine.core.build import _sized_runner
 from jitney.engine.core.executor.memory import PoolShares, PoolSizes, likely_temp_bytes
+from jitney.engine.core.executor.pool_sizing import sized_runner
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.vocabulary import Vocabulary, _first_best
 from jitney.engine.core.models.llama import _lookup
@@ -635,7 +635,7 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
 
     page_bytes = 4096
     sizes = StateSizes(4, 1, config.engine.page_size, 256, jnp.dtype("float32"))
-    runner = _sized_runner(
+    runner = sized_runner(
         config.engine,
         sizes,
         chips,

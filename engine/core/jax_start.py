@@ -1,0 +1,133 @@
+"""Set up jax in this process: devices, several hosts, kept programs, the allocator."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jitney.engine.common.errors import ConfigError
+from jitney.engine.config import (
+    Config,
+    EngineSection,
+    check_devices,
+    open_compilation_cache,
+    runs_on_device,
+    why_no_room,
+)
+from jitney.engine.core.executor.autotuning import programs_folder
+from jitney.engine.core.executor.memory import claim_memory
+from jitney.engine.core.executor.threads import use_processors
+
+if TYPE_CHECKING:
+    from jitney.engine.core.distributed.link import Hosts
+
+_log = logging.getLogger("jitney.core")
+
+#: Parameters of mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+
+#: Free disk space for a model's compiled programs; the default model's take about 10 MB on a CPU.
+_PROGRAM_BYTES = 64 << 20
+
+
+def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
+    """Set up jax and return the `tensor_parallel` devices to run on, host by host."""
+    if config.engine.threads or not runs_on_device(config.engine.platform):
+        use_processors(config.engine.threads)
+    claim_memory(os.environ, config.engine.memory_share)
+    libc = _glibc()
+    if libc:
+        # With an arena per thread, each would keep freed temporaries.
+        libc.mallopt(_M_ARENA_MAX, 2)
+    if hosts is not None:
+        _start_distributed(hosts)
+    devices = devices_of(config.engine.platform)
+    _keep_programs(config.engine, devices[0])
+    if hosts is not None:
+        return _of_each_host(devices, config.engine)
+    wanted = config.engine.tensor_parallel
+    if len(devices) < wanted:
+        raise ConfigError(
+            f"tensor_parallel {wanted} needs as many devices; jax sees {len(devices)} "
+            f"({devices[0].platform})"
+        )
+    return devices[:wanted]
+
+
+def _start_distributed(hosts: Hosts) -> None:
+    """Start jax's distributed runtime, through which each host knows the devices of all."""
+    # For CPUs; GPUs and TPUs have their own collectives.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        hosts.jax_address,
+        hosts.n_hosts,
+        hosts.host_id,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=hosts.jax_address,
+    )
+
+
+def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
+    """The first devices of each host, as many as its part of tensor_parallel."""
+    chosen = []
+    wanted = settings.devices_here
+    for host_id in range(settings.n_hosts):
+        own = [device for device in devices if device.process_index == host_id]
+        if len(own) < wanted:
+            raise ConfigError(
+                f"tensor_parallel {settings.tensor_parallel} needs {wanted} devices on each of "
+                f"{settings.n_hosts} hosts; jax sees {len(own)} on host {host_id} "
+                f"({devices[0].platform})"
+            )
+        chosen += own[:wanted]
+    return chosen
+
+
+def _keep_programs(settings: EngineSection, device: Any) -> None:
+    """Make jax keep its compiled programs and XLA's measurements in the folder, if there is one."""
+    programs = open_compilation_cache(settings)
+    if programs is not None:
+        update = jax.config.update
+        update("jax_compilation_cache_dir", str(programs_folder(programs, device)))
+        reason = why_no_room(programs, _PROGRAM_BYTES)
+        if reason:
+            _log.warning("NEW COMPILED PROGRAMS ARE NOT KEPT: %s", reason)
+        # Programs compiled in less time are read, but not written.
+        update("jax_persistent_cache_min_compile_time_secs", math.inf if reason else 0.0)
+        update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def devices_of(name: str) -> list[Any]:
+    """jax's devices. Raises ConfigError if they are not of platform `name` (auto: any)."""
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(f"platform {name}: {str(error).splitlines()[0]}") from error
+    check_devices(name, devices[0].platform)
+    return devices
+
+
+def keep_freed_memory() -> None:
+    """Return the memory that loading and compiling freed to the system, and from then on keep what
+    steps free: XLA:CPU allocates temporaries in every step, and page faults cost 5 to 7 % of it.
+    """
+    libc = _glibc()
+    if libc:
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """glibc, whose allocator can be tuned; None with another C library."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        return ctypes.CDLL("libc.so.6")
+    return None
