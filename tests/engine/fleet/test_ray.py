@@ -28,7 +28,7 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.ports import free_port
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import ENGINE_MODULE
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("JITNEY_TEST_RAY") != "1", reason="a cluster of its own: make test-ray"
@@ -204,25 +204,6 @@ def _asking(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, trust_env=False, headers=KEY)
 
 
-@pytest.mark.timeout(280)
-@pytest.mark.usefixtures("cluster")
-def test_a_response_is_the_keys_that_asked_for_it(tmp_path: Path):
-    keys = ServerSettings(
-        api_keys=(digest_key("alpha"), digest_key("beta")), admin_keys=(digest_key("boss"),)
-    )
-    alpha, beta = ({"authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
-    with _served(tmp_path, _FLEET, settings=keys) as http:
-        _ready(http)
-        asked = {"model": "m", "input": "x"}
-        id = http.post("/v1/responses", json=asked, headers=alpha).json()["id"]
-        path, on = f"/v1/responses/{id}", asked | {"previous_response_id": id}
-        assert http.get(path, headers=beta).status_code == 404
-        assert http.delete(path, headers=beta).status_code == 404
-        assert http.post("/v1/responses", json=on, headers=beta).status_code == 404
-        assert http.post("/v1/responses", json=on, headers=alpha).status_code == 200
-        assert http.get(path, headers=alpha).status_code == 200
-
-
 _CHIPS = """
 [models.gpu]
 replicas = 2
@@ -387,26 +368,6 @@ def test_a_candidate_gets_its_keys_and_what_is_decided_by_hand(tmp_path: Path):
         _ready(http)
         assert {user: rollout.who_answers(user) for user in users} == arms
         assert rollout.engines("candidate") == [name], "the actor is the same"
-
-
-@pytest.mark.timeout(280)
-@pytest.mark.usefixtures("cluster")
-def test_a_tardy_candidate_is_rolled_back_by_the_rule(tmp_path: Path):
-    text = _CANDIDATE + 'settings = { revision = "tardy" }\n'
-    with _served(tmp_path, text) as http, ThreadPoolExecutor(8) as clients:
-        rollout = _Rollout(http)
-        _ready(http)
-        limit = time.monotonic() + 120
-        while rollout.report()["state"] == "running" and time.monotonic() < limit:
-            users = [f"user-{number}" for number in range(64)]
-            list(clients.map(rollout.who_answers, users))
-        report = rollout.report()
-        assert report["state"] == "rolled_back"
-        assert report["decision"]["by"] == "rule"
-        assert report["decision"]["reason"].startswith("worse than allowed: tokens_per_s")
-        [speed] = [each for each in report["figures"] if each["name"] == "tokens_per_s"]
-        assert speed["verdict"] == "worse"
-        assert rollout.who_answers("anybody") == "stable"
 
 
 @pytest.mark.timeout(280)
