@@ -16,7 +16,6 @@ from filelock import FileLock
 from hypothesis import settings
 
 from jitney.engine.common.errors import ModelError
-from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -132,16 +131,14 @@ def kernels_unproved() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_program_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps run in a bucket of steps with prompts, so that a model is compiled once: for
-    numbers of many families, where others ask for those of each kind of cache in both.
+def one_program_a_model() -> Iterator[None]:
+    """A model is compiled once: for numbers of many families, where others ask for those of each
+    kind of cache in both programs.
     """
-    choose = Buckets.choose
+    from programs import decoding_beside_prompts
 
-    def mixed(self: Buckets, **sizes: Any) -> Bucket:
-        return choose(self, **sizes | {"decode_only": False})
-
-    monkeypatch.setattr(Buckets, "choose", mixed)
+    with decoding_beside_prompts():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -358,39 +358,28 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
-def test_the_wheel_carries_every_source_file_and_only_jitney(wheel: zipfile.ZipFile):
+def test_the_wheel_carries_what_runs_and_only_jitney(wheel: zipfile.ZipFile):
+    """Sources, the stubs without which a house offers nothing, the page's files, what kernels read,
+    and that the packages are typed.
+    """
     carried = set(wheel.namelist())
-    expected = {f"jitney/{file.relative_to(ROOT)}" for file in FILES.values()}
-    assert not (expected | {"jitney/__main__.py"}) - carried
+    stubs = [file for package in PACKAGES for file in (ROOT / package).rglob("*.pyi")]
+    page = [
+        file
+        for file in (ROOT / "dashboard").rglob("*")
+        if file.is_file() and file.suffix not in (".py", ".pyc")
+    ]
+    files = [*FILES.values(), *stubs, *page]
+    expected = {f"jitney/{file.relative_to(ROOT)}" for file in files}
+    expected |= {f"jitney/{package}/py.typed" for package in PACKAGES}
+    read = {"jitney/kernels/prompt_choices.json", "jitney/kernels/flashinfer_gpu/views.cc"}
+    assert len(stubs) == 6
+    assert not (expected | read | {"jitney/__main__.py"}) - carried
     info = f"jitney-{PROJECT['project']['version']}.dist-info"
     assert {name.partition("/")[0] for name in carried} == {"jitney", info}
     assert not [
         name for name in carried if "__pycache__" in name or name.startswith("jitney/tests")
     ]
-
-
-def test_the_wheel_carries_what_the_houses_offer(wheel: zipfile.ZipFile):
-    """Without its stub a house offers nothing."""
-    stubs = {
-        f"jitney/{file.relative_to(ROOT)}"
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("*.pyi")
-    }
-    assert len(stubs) == 6 and stubs <= set(wheel.namelist())
-
-
-def test_the_wheel_carries_the_page(wheel: zipfile.ZipFile):
-    assets = {
-        f"jitney/{file.relative_to(ROOT)}"
-        for file in (ROOT / "dashboard").rglob("*")
-        if file.is_file() and file.suffix not in (".py", ".pyc")
-    }
-    assert not assets - set(wheel.namelist())
-
-
-def test_the_wheel_carries_what_kernels_read(wheel: zipfile.ZipFile):
-    read = {"jitney/kernels/prompt_choices.json", "jitney/kernels/flashinfer_gpu/views.cc"}
-    assert read <= set(wheel.namelist())
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="no kernels for it")
@@ -400,10 +389,6 @@ def test_the_wheel_carries_a_library_for_every_level(wheel: zipfile.ZipFile):
     assert libraries == {
         f"jitney/kernels/cpu/native/build/{level.name}.so" for level in build.Level.of_machine()
     }
-
-
-def test_the_wheel_says_that_its_packages_are_typed(wheel: zipfile.ZipFile):
-    assert {f"jitney/{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
 
 
 def test_the_wheel_installs_the_program(wheel: zipfile.ZipFile):

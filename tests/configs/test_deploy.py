@@ -18,7 +18,6 @@ import yaml
 from deploy_files import (
     container,
     documents,
-    run_lines,
     serve_commands,
     stages,
     unit_lines,
@@ -182,46 +181,6 @@ def test_what_compose_mounts_is_there():
     (board,) = documents("grafana/provisioning/dashboards/jitney.yml")
     assert board["providers"][0]["options"]["path"] == "/var/lib/grafana/dashboards"
     assert json.loads((ROOT / "dashboard" / "grafana.json").read_text())["title"] == "Jitney"
-
-
-def test_the_stages_of_the_image():
-    found = stages()
-    assert list(found) == [
-        "wheel",
-        "base",
-        "cuda12",
-        "tpu",
-        "fleet",
-        "cpu",
-    ], "the last is the default"
-    for target in ("cuda12", "tpu", "cpu"):
-        stage = found[target]
-        assert stage.base == "base"
-        assert stage.all("ARG") == [f"VERSION={VERSION}"]
-        assert stage.all("USER") == ["10001"], (
-            "by number, so that Kubernetes can tell it is not root"
-        )
-        assert stage.all("ENV")[0].startswith("JITNEY_PLATFORM=")
-        (install,) = run_lines(target)
-        assert (f"[{target}]" in install) == (target != "cpu")
-        assert target in EXTRAS or target == "cpu"
-    for sources in found["wheel"].all("COPY"):
-        for source in sources.split()[:-1]:
-            assert (ROOT / source).exists()
-    assert "VOLUME" in dict(found["base"].lines) and "HEALTHCHECK" in dict(found["base"].lines)
-
-
-def test_the_image_of_a_fleet_has_ray_and_whatever_else_it_is_given():
-    stage = stages()["fleet"]
-    assert stage.base == "base"
-    assert stage.all("ARG") == [f"VERSION={VERSION}", "EXTRAS=ray"]
-    assert stage.all("USER") == ["10001"]
-    (install,) = run_lines("fleet")
-    assert "[${EXTRAS}]" in install and {"ray", "cuda12"} <= set(EXTRAS)
-    (command,) = stage.all("CMD")
-    (pod,) = (part for part in documents(FLEET) if part["kind"] == "Deployment")
-    (container_of_it,) = pod["spec"]["template"]["spec"]["containers"]
-    assert json.loads(command) == container_of_it["args"]
 
 
 def fleet_toml(file: str, folder: Path) -> Path:

@@ -1,7 +1,6 @@
 """A scripted engine as a process of its own, started as `jitney serve` is: a fleet's engine without
-a model. To a prompt that says "slowly" it answers for half a minute; with `--revision tardy` every
-token takes three times as long, with `--revision broken` it ends. A host that is not an engine's
-first serves nothing, as with `jitney serve`.
+a model. To a prompt that says "slowly" it answers for half a minute; with `--revision broken` it
+ends. A host that is not an engine's first serves nothing, as with `jitney serve`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from jitney.engine.server.http.settings import ServerSettings, digest_key
 _TEXT = "Hello, wörld! " * 4
 #: Seconds before each token, as a rule, and where the prompt asks for it.
 _DELAY_S, _SLOWLY_S = 0.01, 0.5
-_TARDY = 3
 
 
 class _Client(FakeClient):
@@ -76,9 +74,8 @@ def main() -> None:
     if "--host-id" in sys.argv and _flag("--host-id") != "0" and "--data-parallel" not in sys.argv:
         _hear_the_fleet(keys)
         return
-    delay_s = _DELAY_S * _TARDY if "tardy" in sys.argv else _DELAY_S
     app = make_app(
-        _Client(Script(_TEXT, delay_s=delay_s)),
+        _Client(Script(_TEXT, delay_s=_DELAY_S)),
         model=name,
         keys=keys,
     )

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -80,11 +79,12 @@ async def two_processes(
 
 
 @contextmanager
-def compiled_once(cache: Path, xla_flags: str = "") -> Iterator[None]:
-    """Processes that start now keep their programs in the folder, and compile them in a hurry."""
+def compiled_in_a_hurry(xla_flags: str = "") -> Iterator[None]:
+    """Processes that start now compile their programs in a hurry, or find them in the user's
+    cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JITNEY_CACHE", str(cache))
-        patch.setenv("XLA_FLAGS", f"--xla_backend_optimization_level=0 {xla_flags}".strip())
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+        patch.setenv("XLA_FLAGS", xla_flags)
         yield
 
 

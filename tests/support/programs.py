@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 from jax.stages import Compiled, Lowered
@@ -15,7 +17,7 @@ from jitney.engine.core.executor.choices import Choices
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampler_parts import RowSampler, SamplerParts
 from jitney.engine.core.executor.step_parts import StepParts
-from jitney.engine.core.scheduler.buckets import Bucket
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 
 
 class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):
@@ -120,3 +122,15 @@ def await_use(runner: Runner, _report: object) -> None:
         runner._parts = PartsWhenUsed(runner.program, runner.leaves, state, layout_of, sizes)
         runner._parts.samplers = SamplersWhenUsed(runner.program, state)
     runner.choices = ChoicesWhenUsed(runner.choices.sizes[-1])
+
+
+@contextmanager
+def decoding_beside_prompts() -> Iterator[None]:
+    """Decode steps run in a bucket of steps with prompts, so that an engine needs one program."""
+    choose = Buckets.choose
+
+    def mixed(self: Buckets, **sizes: Any) -> Bucket:
+        return choose(self, **sizes | {"decode_only": False})
+
+    with mock.patch.object(Buckets, "choose", mixed):
+        yield

@@ -27,7 +27,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from joint_processes import drawn_prompts
 from lowered_steps import lower_step
-from programs import await_use
+from programs import await_use, decoding_beside_prompts
 from served_shapes import shapes_served
 
 from jitney.engine import LLM, SamplingParams
@@ -224,11 +224,11 @@ def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
 def served(family: str, devices: int, ahead: bool = False) -> dict[str, np.ndarray]:
     """What one engine of a family's tiny random model with 8 query heads answers.
 
-    ahead: all programs are compiled before the first request. text: see `generated`. tokens: six
-    prompts, greedily, by chance, and held to a grammar, int [18, 12]. compiles: since it started.
+    ahead: all programs are compiled before the first request; else one serves all steps. text: see
+    `generated`. tokens: six prompts, greedily, by chance, and held to a grammar, int [18, 12].
+    compiles: since it started.
     """
     kept: list[LLM] = []
-    when_used = mock.patch.object(Runner, "_compile_steps", await_use)
 
     def load(config: Config) -> LLM:
         kept.append(load_llm(config))
@@ -237,11 +237,12 @@ def served(family: str, devices: int, ahead: bool = False) -> dict[str, np.ndarr
     with (
         mock.patch.object(generate, "load_llm", load),
         mock.patch.object(LLM, "close"),
-        contextlib.nullcontext() if ahead else when_used,
+        contextlib.nullcontext() if ahead else few_programs(),
         many_heads(),
     ):
         text = generated(family, devices)
-    (llm,) = kept
+        (llm,) = kept
+        rows = tokens(llm)
     count = f"{devices} x " if devices > 1 else ""
     assert (llm.info.device.tensor_parallel, llm.info.device.name) == (
         devices,
@@ -249,7 +250,6 @@ def served(family: str, devices: int, ahead: bool = False) -> dict[str, np.ndarr
     )
     # The layers of Gemma 2 that have a window keep pages of their own.
     assert bool(llm.info.sizes.window_pages) == (family == "gemma2")
-    rows = tokens(llm)
     llm.core.check()
     compiles = np.array(llm.core.runner.compiles)
     llm.close()
@@ -288,11 +288,7 @@ def tokens(llm: LLM) -> np.ndarray:
 
 def adapted(devices: int) -> np.ndarray:
     """Greedy tokens of prompts, each with one of two adapters or none; int32 [6, 12]."""
-    with (
-        many_heads(),
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(Runner, "_compile_steps", await_use),
-    ):
+    with many_heads(), tempfile.TemporaryDirectory() as folder, few_programs():
         config = ModelSource.resolve("tiny-random").config
         fr = write_adapter(Path(folder) / "fr", config, 1)
         de = write_adapter(Path(folder) / "de", config, 2, rank=8, modules=("o_proj", "up_proj"))
@@ -302,9 +298,9 @@ def adapted(devices: int) -> np.ndarray:
             tensor_parallel=devices,
             **_FEW_SIZES,
         )
-    prompts = drawn_prompts(6, 11)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    outputs = llm.generate(prompts, params, adapter=["", "fr", "de"] * 2)
+        prompts = drawn_prompts(6, 11)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate(prompts, params, adapter=["", "fr", "de"] * 2)
     return np.array([output.outputs[0].token_ids for output in outputs])
 
 
@@ -317,6 +313,7 @@ def drafted(
 ) -> dict[str, np.ndarray]:
     """Greedy tokens of two prompts, and how many rows read right drafts and wrong ones."""
     drafting: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
+    # Drafts stand in decode steps, which therefore have their own program.
     with many_heads(), mock.patch.object(Runner, "_compile_steps", await_use):
         llm = LLM(model, tensor_parallel=devices, **_FEW_SIZES, **drafting)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -356,7 +353,7 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(many_heads())
         stack.enter_context(mock.patch.object(setup, "select", lambda *_: kernels))
-        stack.enter_context(mock.patch.object(Runner, "_compile_steps", await_use))
+        stack.enter_context(few_programs())
         if shares > 1:  # another product than the proof knows
             stack.enter_context(
                 mock.patch.object(build, "proven", lambda kernels, *_, **__: (kernels, []))
@@ -435,6 +432,13 @@ def generated(family: str, devices: int, groups: int = 1) -> np.ndarray:
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     assert len(lines) == 3
     return np.array([ord(character) for line in lines for character in line["text"]], np.int32)
+
+
+@contextlib.contextmanager
+def few_programs() -> Iterator[None]:
+    """Engines compile one program for all steps, and its samplers when a row first needs them."""
+    with mock.patch.object(Runner, "_compile_steps", await_use), decoding_beside_prompts():
+        yield
 
 
 @contextlib.contextmanager

@@ -5,20 +5,18 @@ step.
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from fakes import FakeClock, device_of, ends_of, make_core, make_request
+from fakes import FakeClock, ends_of, make_core, make_request
 from history_fakes import INFO, Watched, random_run
 
 from jitney.engine.common import messages
 from jitney.engine.common.history import History
 from jitney.engine.common.records import RecordRing
 from jitney.engine.common.request_record import RequestRecord
-from jitney.engine.core.engine_core import EngineCore
 
 
 def steps_of(request: RequestRecord) -> list[int]:
@@ -72,16 +70,6 @@ def test_the_history_knows_what_the_core_knows(seed: int, core: dict[str, Any]):
         <= watched.core.ledger.totals["preempted"]
     )
     assert watched.history.boarded == sum(bool(request.stays) for request in requests.values())
-
-
-@pytest.mark.usefixtures("rash")
-def test_rides_of_a_seat_never_overlap():
-    watched = random_run(3, pages=13)
-    records = watched.history.oldest()
-    stays = sorted((stay.seat, stay.start, stay.end) for record in records for stay in record.stays)
-    assert len(stays) > 20
-    for (seat, _, end), (other, start, _) in pairwise(stays):
-        assert seat != other or end is None or end <= start
 
 
 def test_life_is_told_in_order():
@@ -282,15 +270,6 @@ def test_slots_are_answered_after_the_plan():
         if waiting > 2:
             looks.append([seat.state for seat in answer.seats])
     assert len(looks) > 2 and all("free" not in look for look in looks)
-
-
-def test_pages_alone_are_answered_without_the_seats():
-    core: EngineCore = make_core()
-    assert (
-        core.seat_map(1, seats=False).seats == []
-        and len(core.seat_map(1, seats=False).page_states) == 33
-    )
-    assert device_of(core).page_size == 4
 
 
 def test_the_ring_finds_records_by_step_and_by_time():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from jitney.engine.common.records import _SUMMED, ROW_KINDS, STEP_DTYPE, Ledger
@@ -13,25 +12,6 @@ NAMES = STEP_DTYPE.names or ()
 def fields(step: int, **given: float) -> dict[str, float]:
     """A record of 8 rows, all padding unless given."""
     return {name: 0 for name in NAMES} | {"step": step, "bucket_tokens": 8, "padding": 8} | given
-
-
-def test_the_record_is_what_was_given():
-    ledger = Ledger()
-    given = {name: number for number, name in enumerate(NAMES, 1)}
-    record = np.frombuffer(ledger.record(**given), STEP_DTYPE)
-    assert record.shape == (1,) and record[0].item() == tuple(given.values())
-    assert ledger.since(0)[0].item() == tuple(given.values())
-
-
-def test_fields_are_known_by_name():
-    with pytest.raises(TypeError, match="bucket_tokens"):
-        Ledger().record(step=1)
-    with pytest.raises(TypeError, match="bucket_tokens"):
-        Ledger().record(**fields(1, speed=2))
-    misspelt = fields(1, speed=2)
-    del misspelt["pairs"]
-    with pytest.raises(KeyError, match="pairs"):
-        Ledger().record(**misspelt)
 
 
 def test_since_returns_the_newer_ones_oldest_first():

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
-from pydantic import ValidationError
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import ResolvedConfig, load_config, settings
@@ -24,7 +23,6 @@ from jitney.engine.config.schema import (
     _ModelSection,
     cache_dir,
 )
-from jitney.engine.core.scheduler.buckets import Buckets
 
 
 def write(folder: Path, text: str) -> Path:
@@ -172,11 +170,6 @@ def test_values_that_cannot_be_are_refused(flags: dict[str, str], message: str):
         load_config(flags=flags)
 
 
-def test_all_complaints_come_at_once():
-    with pytest.raises(ConfigError, match=r"--max-seats: .*; --port: "):
-        load_config(flags={"max_seats": "0", "port": "99999"})
-
-
 def test_an_open_host_needs_a_key_or_a_decision():
     for extra in ({"api_key_file": "keys"}, {"admin_key_file": "keys"}, {"insecure": True}):
         assert load_config(flags={"host": "0.0.0.0"} | extra).server.open_to_others
@@ -224,20 +217,6 @@ def test_every_field_has_its_own_flat_name_and_a_description():
     fields = [field for part in parts for field in part.model_fields.values()]
     assert [setting.field for setting in settings().values()] == fields
     assert all(field.description for field in fields)
-
-
-def test_nothing_changes_after_it_is_made():
-    with pytest.raises(ValidationError, match="frozen"):
-        Config().engine.max_seats = 1  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@given(st.integers(1, 300), st.integers(2, 4096))
-def test_what_the_description_allows_makes_distinct_buckets(max_seats: int, token_budget: int):
-    if token_budget <= max_seats:
-        return
-    buckets = Buckets.of(max_seats=max_seats, token_budget=token_budget)
-    assert all(bucket.decode_only for bucket in buckets.decode)
-    assert not any(bucket.decode_only for bucket in buckets.mixed)
 
 
 def test_the_cpu_file_states_the_defaults():

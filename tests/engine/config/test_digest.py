@@ -157,14 +157,6 @@ def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     assert source.identity() not in seen
 
 
-def test_a_model_that_is_not_here_has_no_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("JITNEY_CACHE", str(tmp_path))
-    assert ModelSource.local("smollm2-135m") is None
-    assert ModelSource.local("owner/name") is None
-    tiny = ModelSource.local("tiny-random")
-    assert tiny is not None and tiny.identity() == tiny.identity()
-
-
 def test_origins_are_those_of_the_layers(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text("[engine]\nmax_seats = 8\npage_size = 32\n[server]\napi_keys = ['sesame']\n")

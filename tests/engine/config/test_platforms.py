@@ -140,13 +140,6 @@ def test_unknown_kernels_are_refused_before_a_model_is_looked_for(
     )
 
 
-def test_bench_device_refuses_unknown_kernels(capsys: pytest.CaptureFixture[str]):
-    for flag in ("--kernels", "--against"):
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", "device", flag, "foo"])
-        assert ended.value.code == 2 and "reference" in capsys.readouterr().err
-
-
 # What the machine shows
 
 

@@ -58,11 +58,6 @@ def test_sizes_that_a_preset_would_contradict_are_no_error(given: Sequence[str])
     assert layers("--for", "latency", *given).config.engine.max_seats == 32
 
 
-def test_without_a_preset_nothing_is_filled_in():
-    assert _FROM_PRESET not in layers().origins.values()
-    assert layers().config.engine == EngineSection(platform="cpu")
-
-
 def test_serve_says_what_was_set(capsys: pytest.CaptureFixture[str]):
     words = ["--print-config", "--platform", "cpu", "--max-waiting-requests", "9"]
     assert main(["serve", "--for", "latency", *words]) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import ResolvedConfig, settings
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
 from jitney.engine.config.tuned_sizes import _FROM_MEASURED, SizeValue, TunedSizes
 from jitney.engine.lab.server_sizes import ServerSizes
@@ -55,11 +55,6 @@ def test_what_is_kept_is_read_again():
 def test_sizes_hold_only_for_what_was_measured(config: Config, where: str):
     SIZES.keep(Config(), HERE)
     assert TunedSizes.read(config, where) is None
-
-
-def test_settings_that_no_step_depends_on_change_nothing():
-    SIZES.keep(Config(), HERE)
-    assert TunedSizes.read(Config(engine=EngineSection(order="fair")), HERE) == SIZES
 
 
 @pytest.mark.parametrize(
@@ -121,28 +116,6 @@ def test_values_on_top_of_layers_are_checked_and_say_where_they_come_from():
     assert given().with_values({}, "nowhere").config == given().config
     with pytest.raises(ConfigError, match=r"measured here: .*not 0"):
         given().with_values({"max_seats": 0}, _FROM_MEASURED)
-
-
-def test_values_keep_what_the_layers_have(tmp_path: Path):
-    file = tmp_path / "run.toml"
-    file.write_text('[server]\napi_keys = ["one", "two"]\n[sampling]\ntemperature = 0.5\n')
-    resolved = ResolvedConfig.load(file)
-    changed = resolved.with_values({"max_seats": 4}, _FROM_MEASURED)
-    assert changed.config.server == resolved.config.server
-    assert changed.config.sampling == resolved.config.sampling
-    assert changed.config.engine == resolved.config.engine.model_copy(update={"max_seats": 4})
-    assert set(changed.origins) - set(resolved.origins) == {"max_seats"}
-
-
-def test_what_was_chosen_is_said_as_the_flags_that_set_it():
-    words = SIZES.flags
-    assert words == "--max-seats 16 --token-budget 128 --token-buckets 32,128"
-    flags = dict(zip(words.split()[::2], words.split()[1::2], strict=True))
-    names = {setting.flag: name for name, setting in settings().items()}
-    again = ResolvedConfig.load(flags={names[flag]: value for flag, value in flags.items()})
-    assert again.config.engine.token_buckets == (32, 128)
-    assert "2026-01-02" in str(SIZES)
-    assert "the usual ones" in str(TunedSizes({}, "2026-01-02"))
 
 
 @pytest.mark.parametrize("values", [{"max_seats": 0}, {"max_seats": 8, "token_budget": 4}])

@@ -145,21 +145,6 @@ def test_in_bfloat16_a_crowd_changes_nothing(named: tuple[str, ...]):
         np.testing.assert_allclose(logprobs, together[number][1], rtol=0, atol=2e-6)
 
 
-@pytest.mark.skipif(not packs_here(), reason="no native kernels here")
-def test_in_float32_a_crowd_changes_nothing_where_all_products_are_ours(named: tuple[str, ...]):
-    """XLA's, of more rows than product_rows, move a log-probability by up to 4e-6; what is left is
-    the last bit of its sum over the vocabulary.
-    """
-    llm = engine(named, product_rows=SETTINGS["token_budget"], prefix_cache=False)
-    prompts = [prompt(number, 7 + 5 * number) for number in range(16)]
-    names = [NAMES[number % 3] for number in range(16)]
-    together = answers(llm, prompts, names)
-    for number, (one, name) in enumerate(zip(prompts, names, strict=True)):
-        [(tokens, logprobs)] = answers(llm, [one], [name])
-        assert tokens == together[number][0]
-        np.testing.assert_allclose(logprobs, together[number][1], rtol=0, atol=1e-6)
-
-
 def test_vectors_are_those_of_merged_weights(named: tuple[str, ...], folders: dict[str, Path]):
     llm = engine(named, embedding_pooling="mean")
     source = ModelSource.resolve("tiny-random")
@@ -199,17 +184,6 @@ def test_a_preempted_sequence_comes_back_with_its_adapter(llm: LLM, named: tuple
     expected = [tokens for tokens, _ in answers(llm, prompts, names)]
     assert [tokens for tokens, _ in answers(tight, prompts, names)] == expected
     assert tight.core.ledger.totals["preempted"] > 0
-
-
-def test_the_canary_computes_with_the_adapter_too(named: tuple[str, ...]):
-    llm = engine(named, canary_every=1)
-    for name in NAMES:
-        llm.generate(PROMPTS[:2], GREEDY, adapter=name)
-    core: Any = llm.core
-    findings = []
-    while core.alone.has_work:
-        findings += core.step().canary
-    assert core.alone is not None and all(finding.ok for finding in findings)
 
 
 def test_an_unknown_adapter_is_refused_with_the_names_of_those_loaded(llm: LLM):

@@ -248,12 +248,6 @@ def test_scored_prompts_equal_the_dense_forward_however_they_are_cut(llm, model)
     assert rows < 250 and llm.core.ledger.steps - steps < 40
 
 
-def test_siblings_get_the_log_probabilities_of_their_prompt(llm, model):
-    ids = prompt(530, 70)
-    params = SamplingParams(n=4, temperature=1.0, max_tokens=2, prompt_logprobs=1)
-    same_scores(model, ids, llm.generate([ids], params)[0].prompt_logprobs, 1)
-
-
 def test_a_prompt_row_whose_logits_are_not_needed_must_be_finite(llm):
     """An embedding that is not finite, read in one of the first two of four chunks: the attention
     of later rows may or may not carry it on. The pages are not shared once the weights are whole
@@ -643,7 +637,3 @@ def test_an_engine_says_what_its_steps_cost_and_the_device_can_do(
     assert cost is not None and most is not None and most.bytes_s > 0
     assert (most.operations_s is None) == rounds
     assert (1 if weights == "int8" else 4) <= cost.weight_bytes < 5
-
-
-def test_nothing_is_measured_for_a_small_model(llm: LLM):
-    assert llm.info.step_cost is not None and llm.info.ceiling is None

@@ -9,15 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from api_fakes import FakeClient, Script, until
-from batch_files import CHATS, EMBEDDINGS, answers, begin, client_of, ended, line
+from batch_files import CHATS, answers, begin, client_of, ended, line
 from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
 from openai import OpenAI
-from openai.types import CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
-from webhook_receiver import receiving
 
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.server.http.settings import digest_key
@@ -228,62 +225,6 @@ def test_lines_count_against_the_limits_of_their_key(tmp_path: Path):
         client.batches.cancel(batch.id)
         ended(client, batch.id)
     assert asked(*fakes) == 3
-
-
-def test_bad_lines_fail_alone_and_bad_batches_are_refused(tmp_path: Path):
-    lines = [
-        line("good", CHATS),
-        line("model", CHATS, model="none"),
-        line("range", CHATS, temperature=7),
-        line("url") | {"url": "/tokenize"},
-        line("stream", CHATS, stream=True),
-    ]
-    statuses = {"model": 404, "range": 400, "url": 400, "stream": 400}
-    limits: dict[str, Any] = {"batch_lines": 5, "file_limit": 10_000, "key_files": 5}
-    with (
-        engines(FakeEngine()) as fakes,
-        serving(tmp_path, *fakes, **limits) as (_, client),
-    ):
-        batch = ended(client, begin(client, lines, endpoint=CHATS).id)
-        assert set(answers(client, batch.output_file_id)) == {"good"}
-        errors = answers(client, batch.error_file_id)
-        found = {name: each["response"]["status_code"] for name, each in errors.items()}
-        assert found == statuses
-        too_long = ended(client, begin(client, LINES[:6], endpoint=CHATS).id)
-        assert too_long.status == "failed"
-        for endpoint in ("/v1/models", "/tokenize", "/v1/files"):
-            with pytest.raises(
-                openai.BadRequestError, match="is not a route that batches may name"
-            ):
-                client.batches.create(
-                    input_file_id=batch.input_file_id,
-                    endpoint=endpoint,  # pyright: ignore[reportArgumentType]
-                    completion_window="24h",
-                )
-        client.files.create(file=("a", b"x"), purpose="batch")
-        with pytest.raises(openai.BadRequestError, match="key_files"):
-            client.files.create(file=("a", b"x"), purpose="batch")
-
-
-def test_vectors_and_the_end_is_told(tmp_path: Path):
-    with (
-        receiving(lambda number: False) as hooks,
-        engines(FakeEngine(), FakeEngine()) as fakes,
-        serving(tmp_path, *fakes, webhook_prefixes=(hooks.url,), webhook_secret="any text") as (
-            _,
-            client,
-        ),
-    ):
-        lines = [line("a" * length, EMBEDDINGS) for length in (1, 2, 3)]
-        batch = begin(client, lines, endpoint=EMBEDDINGS, metadata={"webhook_url": hooks.url})
-        batch = ended(client, batch.id)
-        found = answers(client, batch.output_file_id)
-        bodies = [CreateEmbeddingResponse(**each["response"]["body"]) for each in found.values()]
-        assert [body.data[0].embedding for body in bodies] == [[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]
-        until(lambda: len(hooks.taken) == 1)
-        told = hooks.taken[0]
-        event = client.webhooks.unwrap(told.body, told.headers, secret="any text")
-        assert event.type == "batch.completed" and event.data.id == batch.id
 
 
 COMPOSED = """

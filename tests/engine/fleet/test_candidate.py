@@ -559,18 +559,6 @@ def test_a_bad_candidate_is_one_line(tmp_path: Path, lines: str, words: str):
     assert "\n" not in message and "[models.m]" in message and words in message
 
 
-def test_settings_of_a_candidate_that_is_started_here_are_checked(tmp_path: Path):
-    file = tmp_path / "fleet.toml"
-    table = "[models.m]\nreplicas = 1\n[models.m.candidate]\nreplicas = 1\n"
-    file.write_text(table + "settings = { max_seat = 3 }\n")
-    with pytest.raises(ConfigError, match=r"\[models\.m\.candidate\] settings: max_seat is unk"):
-        FleetConfig.read(file)
-    file.write_text(table + "settings = { max_seats = 3 }\nshare = 0.1\n")
-    section = FleetConfig.read(file).models["m"]
-    assert isinstance(section, ReplicasSection) and section.candidate is not None
-    assert section.candidate.rule.share == 0.1
-
-
 def asked(headers: tuple[tuple[bytes, bytes], ...] = (), **fields: Any) -> ProxiedRequest:
     return ProxiedRequest("POST", "/v1/chat/completions", list(headers), fields)
 

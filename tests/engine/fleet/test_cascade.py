@@ -79,13 +79,6 @@ def test_the_least_window_sees_what_the_mean_does_not():
     assert run(least.answer(chat("c"))).body["model"] == "big"
 
 
-def test_the_least_sure_of_several_answers_decides():
-    models = ScriptedModels(tiny=always("small", SURE), big=always("large"))
-    answer = run(cascade(models).answer(chat("c", n=3)))
-    assert [choice["index"] for choice in answer.choices] == [0, 1, 2]
-    assert answer.body["model"] == "tiny"
-
-
 def test_log_probabilities_that_the_client_wants_stay():
     models = ScriptedModels(tiny=always("small", SURE), big=always("large"))
     answer = run(cascade(models).answer(chat("c", logprobs=True, top_logprobs=2)))

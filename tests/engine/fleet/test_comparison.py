@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -16,7 +15,6 @@ from jitney.engine.fleet.rollout.comparison import (
     Comparison,
     Interval,
     RequestOutcome,
-    _half_width,
     _Matched,
     _Sums,
 )
@@ -146,21 +144,6 @@ def test_figures_are_those_of_the_requests():
     assert speed is not None and speed.estimate == pytest.approx(0.5)
 
 
-def test_few_keys_give_no_interval():
-    comparison = Comparison()
-    for number in range(1000):
-        comparison.add("stable", number % 10, RequestOutcome(True, 10, 1.0))
-        comparison.add("candidate", number % 10, RequestOutcome(True, 10, 1.0))
-    assert comparison.interval("tokens_per_s") is None
-
-
-def test_the_half_width_is_the_formulas():
-    """By hand: V = 0.01, t = 0.1, alpha = 0.05: sqrt(2 * 0.02 * ln(sqrt(2) * 20))."""
-    assert _half_width(0.01, 0.1, 0.05) == pytest.approx(math.sqrt(0.04 * math.log(28.2842712)))
-    assert _half_width(0.0, 0.1, 0.05) == 0
-    assert _half_width(1e-6, 0.1, 0.05) < _half_width(1e-5, 0.1, 0.05)
-
-
 def sums_of(values: np.ndarray) -> _Sums:
     """values: [requests, strata], each request of a cluster of its own."""
     count, total = np.zeros((2, values.shape[1], 64))
@@ -283,13 +266,3 @@ def test_margins(name: str, interval: Interval, breaks: bool, keeps: bool):
     figure = FIGURES[name]
     assert interval.breaks(figure, 0.05) is breaks
     assert interval.keeps(figure, 0.05) is keeps
-
-
-def test_it_can_be_kept_as_json():
-    run = Minutes(3)
-    for _ in range(20):
-        run.minute()
-    restored = Comparison.restored(json.loads(json.dumps(run.comparison.saved())))
-    assert restored.interval("tokens_per_s") == run.comparison.interval("tokens_per_s")
-    with pytest.raises((KeyError, ValueError)):
-        Comparison.restored({"tokens": {"stable": 1, "candidate": 1}, "sums": {}})

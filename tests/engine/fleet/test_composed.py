@@ -74,14 +74,6 @@ def test_a_cascade_in_a_pipeline(sure: bool, stage: str):
         assert usage["completion_tokens"] == len(stages)
 
 
-def test_a_cascade_in_an_ensemble():
-    models = ComposedModels(NESTED, scripts(sure=False))
-    answer = asyncio.run(models.answer(chat("panel")))
-    assert answer.headers["x-jitney-stage"] == "smart/large"
-    assert answer.body["jitney"]["votes"] == 2
-    assert len(answer.usage["stages"]) == 3
-
-
 def test_an_error_names_all_stages_on_the_way():
     async def scene():
         broken = scripts(sure=False)
@@ -94,22 +86,6 @@ def test_an_error_names_all_stages_on_the_way():
 
     with pytest.raises(HttpError, match="stage s1: stage large: gone"):
         asyncio.run(asyncio.wait_for(scene(), 60))
-
-
-def test_each_says_what_it_is_made_of():
-    models = ComposedModels(NESTED, scripts())
-    assert models.made_of("smart") == {
-        "kind": "cascade",
-        "small": "tiny",
-        "large": "big",
-        "threshold": 0.5,
-        "measure": "least",
-        "window": 8,
-    }
-    assert models.made_of("notes")["stages"] == [
-        {"kind": "generate", "name": "s0", "model": "tiny"},
-        {"kind": "generate", "name": "s1", "model": "smart"},
-    ]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from api_fakes import FakeClient, Script, until
 from fleet_engines import FakeEngine, Served, engines, fleet_of
 
-from jitney.engine.common.errors import ConfigError, ErrorInfo
-from jitney.engine.fleet.config import FleetConfig
+from jitney.engine.common.errors import ErrorInfo
 
 FLEET = """
 [fleet]
@@ -232,18 +230,6 @@ def test_a_silent_stage_is_no_silent_stream(tmp_path: Path):
         assert said(chunks(answer)) == "ab"
 
 
-def test_openais_client_reads_them(tmp_path: Path):
-    with fleet(tmp_path, UNSURE, more=NOTES) as (served, _, _):
-        client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
-        messages: Any = [{"role": "user", "content": "cats"}]
-        answer = client.chat.completions.create(model="notes", messages=messages)
-        assert answer.choices[0].message.content == "The large answer"
-        stream = client.chat.completions.create(model="smart", messages=messages, stream=True)
-        text = "".join(each.choices[0].delta.content or "" for each in stream)
-        assert text == "The large answer"
-        client.close()
-
-
 def test_they_are_ready_when_their_parts_are(tmp_path: Path):
     tiny = FakeEngine(FakeClient(Script("a")), {"model": "tiny"})
     with engines(tiny):
@@ -253,37 +239,3 @@ def test_they_are_ready_when_their_parts_are(tmp_path: Path):
             ready = {name: model.ready for name, model in served.fleet.models.items()}
     expected = {"tiny": True, "big": False, "smart": False, "panel": True, "notes": False}
     assert ready == expected
-
-
-@pytest.mark.parametrize(
-    "text, complaint",
-    [
-        ('[models.a]\nkind = "cascade"\nsmall = "a"\n', "large: Field required"),
-        (
-            '[models.a]\nkind = "cascade"\nsmall = "t"\nlarge = "t"\nthreshold = 2.0',
-            r"\[models.a\] threshold: must be less than or equal to 1",
-        ),
-        (
-            '[models.a]\nkind = "cascade"\nsmall = "t"\nlarge = "a"\nthreshold = 0.5',
-            r"\[models.a\] is made of itself: a -> a",
-        ),
-        (
-            '[models.a]\nkind = "ensemble"\nmodels = ["t", "u"]',
-            r"\[models.a\] is made of 'u', which is no model of this fleet",
-        ),
-        ('[models.a]\nkind = "cascad"', "cascade"),
-        ('[models.a]\nkind = "ensemble"\nmodel = ["t"]', "models"),
-        (
-            '[models.a]\nkind = "pipeline"\n[[models.a.stages]]\nkind = "generate"\nname = "x"\n'
-            'model = "t"\nprompt = "{{ nothing }}"',
-            "stage x: prompt asks for 'nothing'",
-        ),
-    ],
-)
-def test_a_fleet_toml_that_cannot_be_is_one_line(tmp_path: Path, text: str, complaint: str):
-    file = tmp_path / "fleet.toml"
-    file.write_text(f'[models.t]\nurls = ["http://127.0.0.1:9"]\n{text}\n')
-    with pytest.raises(ConfigError, match=complaint) as raised:
-        FleetConfig.read(file)
-    assert str(raised.value).startswith(str(file))
-    assert "\n" not in str(raised.value)

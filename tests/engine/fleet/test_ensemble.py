@@ -46,11 +46,6 @@ def test_the_majority_of_normalised_answers_wins(ask):
     assert [entry["stage"] for entry in answer.usage["stages"]] == ["a", "b", "c"]
 
 
-def test_of_equals_the_first_wins():
-    models = ScriptedModels(a=always("1"), b=always("2"))
-    assert run(ensemble(models).answer(chat("e"))).body["model"] == "a"
-
-
 def test_the_highest_mean_log_probability_wins():
     models = ScriptedModels(a=always("1", -0.5, -0.5, -0.5), b=always("2", -0.2, -0.6))
     answer = run(ensemble(models, choose="score").answer(chat("e")))
@@ -188,12 +183,6 @@ def test_what_an_ensemble_cannot_do_is_refused_by_name(question, field: str):
     with pytest.raises(RequestError) as raised:
         run(ensemble(models).answer(question()))
     assert raised.value.info.param == field
-
-
-def test_token_ids_are_fine_where_there_is_one_tokenizer():
-    models = ScriptedModels(a=always("1"))
-    answer = run(ensemble(models, repeats=2).answer(chat("e", stop_token_ids=[5])))
-    assert answer.body["model"] == "a"
 
 
 def test_its_seats_are_shared_by_its_members():

@@ -22,7 +22,6 @@ from fleet_engines import (
 from openai.types.chat import ChatCompletion
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
 
@@ -151,11 +150,3 @@ async def test_places_grow_with_the_engines_and_a_key_has_half_of_its_own():
     assert [task.done() for task in tasks] == [True, True, False, False, True]
     for task in tasks:
         task.cancel()
-
-
-def test_the_file_says_where_jobs_are_kept(tmp_path: Path):
-    file = tmp_path / "fleet.toml"
-    for given, wanted in (('data_dir = "jobs"', tmp_path / "jobs"), ("", None)):
-        file.write_text(toml(["http://127.0.0.1:1"], fleet=given))
-        kept = FleetConfig.read(file).data_dir
-        assert kept == wanted if wanted else kept.name == "fleet-data"

@@ -144,18 +144,6 @@ def test_what_is_no_answer_of_the_api_failed(body: bytes, stream: bool, kind: st
     assert outcome is not None and not outcome.ok
 
 
-def test_a_page_is_no_refusal_of_the_api():
-    page = watched(b"<html>404</html>", status=404, stream=False, kind="text/html")
-    assert page is not None and not page.ok
-    assert watched(b'{"error":{"message":"no such model"}}', status=404, stream=False) is None
-
-
-def test_a_plain_answer_shows_no_first_token():
-    body = b'{"choices":[{"text":"abc"}],"usage":{"prompt_tokens":1,"completion_tokens":9}}'
-    expected = RequestOutcome(True, 9, 1.0, None, 0.5, first_load=None)
-    assert watched(body, stream=False, route=TEXT) == expected
-
-
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_what_the_engine_could_not_do_failed(status: int):
     outcome = watched(b"{}", status=status, stream=False)

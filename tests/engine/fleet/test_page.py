@@ -152,13 +152,6 @@ def test_refusals_of_the_last_minute_are_counted_by_status():
     assert counts.lately() == {"504": 1} and counts.total == 4
 
 
-def test_an_engine_is_found_before_anybody_looked_at_all_of_them(served: Served):
-    name = min(served.replicas())
-    with signed_in(served, ADMIN) as http:
-        assert http.get(f"{PATH}/r/{name}/slots").status_code == 200
-        assert http.get(f"{PATH}/r/nobody/slots").status_code == 404
-
-
 def test_the_page_decides_about_a_candidate(served: Served):
     with signed_in(served, USER) as http:
         assert http.get(f"{PATH}/rollouts").status_code == 403

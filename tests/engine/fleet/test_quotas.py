@@ -20,7 +20,7 @@ from fleet_engines import CHAT, FakeEngine, engines, fleet_of, toml
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.forwarding import ProxiedAnswer
-from jitney.engine.fleet.quotas import FleetQuotas, _Account, _limit_of, _prompt_size, _sequences_of
+from jitney.engine.fleet.quotas import FleetQuotas, _Account, _prompt_size, _sequences_of
 from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server.http.settings import digest_key
 
@@ -128,12 +128,6 @@ def test_sequences_are_counted_over_prompts_and_choices():
     with pytest.raises(RequestError) as caught, quotas.holding("k", asked(n=5)):
         pass
     assert caught.value.info.code == "invalid_value" and caught.value.info.param == "n"
-
-
-def test_ollamas_bound_of_an_answer_is_an_option():
-    assert _limit_of({"options": {"num_predict": 7}}) == 7
-    assert _limit_of({"options": {"num_predict": -1}}) is None
-    assert _limit_of({"options": 5}) is None
 
 
 def test_the_size_of_a_prompt_leaves_out_what_is_no_text():

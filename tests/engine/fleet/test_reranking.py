@@ -20,7 +20,6 @@ from scripted_models import (
     always,
     ask_pipeline,
     chat,
-    fails,
     in_background,
     messages_to,
     pipeline_settings,
@@ -151,15 +150,6 @@ def test_what_a_stage_warns_of_is_told_to_the_client(stream: bool):
     answer = ask(models, asked(documents=TEXTS, stream=stream), BEST, FINAL)
     headers = answer[0] if stream else answer.headers
     assert headers["x-jitney-warnings"] == "stage best: documents[3] is cut to the context"
-
-
-def test_a_refusal_names_the_stage():
-    refusal = RequestError("this model scores no pairs", code="unsupported_parameter")
-    models = RerankingModels(judge=fails(refusal))
-    with pytest.raises(HttpError, match="stage best: this model scores no pairs"):
-        ask(models, asked(documents=TEXTS), BEST, FINAL)
-    with pytest.raises(RequestError, match="documents must be a list"):
-        ask(models, asked(), BEST, FINAL)
 
 
 @pytest.mark.parametrize(

@@ -209,23 +209,5 @@ def test_what_is_kept_goes_on_and_only_for_the_same_candidate():
             rollout_of().restore(wrong)
 
 
-def test_the_report_is_json_and_has_a_chart_of_bounded_length():
-    clock = Clock()
-    rollout = rollout_of(PromotionRule(promotes=False), clock)
-    fill(rollout, 100)
-    for _ in range(1000):
-        clock.now += 10
-        rollout.look()
-    report = json.loads(json.dumps(rollout.report()))
-    assert 100 <= len(report["looks"]) < 240
-    times = [look["at"] for look in report["looks"]]
-    assert times == sorted(times) and times[0] == 1010 and times[-1] == clock.now
-    (speed,) = [each for each in report["figures"] if each["name"] == "tokens_per_s"]
-    assert (speed["kind"], speed["better"], speed["equal"]) == ("ratio", "more", 1.0)
-    assert speed["low"] < speed["estimate"] < speed["high"]
-    assert speed["worst_allowed"] == 0.95 and speed["verdict"] == "no difference seen yet"
-    assert report["arms"]["candidate"]["requests"] == 100
-
-
 #: Of keys "user-0", "user-1" and so on.
 FIRST_CANDIDATES = [0, 20, 24, 26, 27]

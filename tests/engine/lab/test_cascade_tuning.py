@@ -14,7 +14,6 @@ from scripted_models import Said, ScriptedModel, ScriptedModels
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.fleet.compositions.answering import ModelAnswer
 from jitney.engine.fleet.compositions.cascade import Cascade, CascadeSettings, Measure
-from jitney.engine.fleet.compositions.engines import EngineAddress
 from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.lab.cascade_tuning import (
     ModelComparison,
@@ -25,7 +24,7 @@ from jitney.engine.lab.cascade_tuning import (
     _Spent,
     read_requests,
 )
-from jitney.engine.lab.commands.cascade_tune import _MEASURES, _address_from
+from jitney.engine.lab.commands.cascade_tune import _MEASURES
 
 MEAN = Measure("mean")
 
@@ -69,19 +68,6 @@ def test_the_measure_that_costs_least_is_taken():
     assert best.measure == Measure("least", 1)
     found = best.cheapest(1.0)
     assert found is not None and found.kept == 0.5
-
-
-def test_of_measures_that_cost_the_same_the_first_is_taken():
-    tried = [Thresholds.of(PAIRS, measure, "tokens") for measure in _MEASURES]
-    assert min(tried, key=lambda each: each.cost_share(0.8)).measure == MEAN
-
-
-def test_both_ends_and_the_chosen_rung_are_shown():
-    whole = Thresholds.of([pair(n / 100, n % 2) for n in range(1, 99)], MEAN, "tokens")
-    chosen = whole.thresholds[37]
-    shown = whole.shown(12, chosen)
-    assert shown[0] == whole.thresholds[0] and shown[-1] == whole.thresholds[-1]
-    assert chosen in shown and len(shown) <= 13
 
 
 def noisy(seed: int) -> ScriptedModels:
@@ -206,13 +192,3 @@ def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: str, complai
     file.write_text(line)
     with pytest.raises(ConfigError, match=complaint):
         read_requests(file, {})
-
-
-def test_a_model_is_named_by_its_address(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JITNEY_LARGE_KEY", "secret")
-    address = _address_from("large", "http://10.0.0.1:8000/v1/org/model")
-    assert address == EngineAddress("http://10.0.0.1:8000", "org/model", "secret")
-    assert _address_from("small", "http://h:1/m").model == "m"
-    for text in ("h:1/m", "http://h:1", "http://h:1/v1/", "ftp://h/m"):
-        with pytest.raises(ConfigError, match="give http://HOST:PORT/MODEL"):
-            _address_from("small", text)

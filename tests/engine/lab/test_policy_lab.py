@@ -13,7 +13,7 @@ import pytest
 from api_fakes import FakeClient, call, run
 from engine_infos import changed
 from history_fakes import Watched
-from page_fakes import get, page
+from page_fakes import page
 from sliced_work import at_once
 from starlette.applications import Starlette
 
@@ -21,7 +21,7 @@ from jitney.dashboard import Dashboard, Experiment
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.scheduler.buckets import Buckets
-from jitney.engine.lab.policy_lab import _SETTINGS, Lab, _wanted
+from jitney.engine.lab.policy_lab import Lab, _wanted
 from jitney.engine.lab.simulation.replay import (
     RecordedEngine,
     ReplayJob,
@@ -200,15 +200,6 @@ def test_the_length_of_an_answer_that_nobody_saw_is_that_of_another():
             assert asked == max(1, request.n_output)
 
 
-def test_recorded_hits_are_not_computed_again():
-    frame, found = work_of(interrupted_client(), Experiment(policies=["continuous"]))
-    assert frame["cached_tokens"] == 23 * 8
-    job, _ = at_once(Lab(interrupted_client(), lambda: ENGINE)._prepare(Experiment()))
-    assert sum(arrival.n_cached for arrival in job.arrivals) == 23 * 8
-    prompts = sum(arrival.n_prompt for arrival in job.arrivals)
-    assert found["policies"]["continuous"]["figures"]["rows"]["prefill"] <= prompts - 23 * 8
-
-
 def test_the_prediction_tells_its_error():
     frame, found = work_of(served_client(40), Experiment(policies=["static", "continuous"]))
     assert frame["measured"]["policy"] == "continuous" and set(found["errors"]) == {"continuous"}
@@ -287,20 +278,6 @@ def test_a_request_that_runs_on_has_brought_what_it_has():
     assert seen["output_tokens"] == 6 and seen["ttft_s"]["max"] == 2.0 and seen["e2e_s"] is None
 
 
-def test_the_status_before_any_experiment():
-    client = FakeClient()
-    app = Dashboard(client, ServerSettings(), lab=Lab(client, None)).to_mount()  # type: ignore[arg-type]
-    status = get(app, "/lab").json()
-    assert status["state"] == "idle" and status["result"] is None and status["settings"] == {}
-    status = get(lab_app(served_client()), "/lab").json()
-    assert (
-        status["arrivals"] == 12
-        and status["settings"].keys() == set(_SETTINGS)
-        and status["settings"]["pages"] == 32
-    )
-    assert {"static", "dynamic", "continuous"} == set(status["policies"])
-
-
 @pytest.mark.parametrize(
     "experiment, param",
     [
@@ -353,14 +330,3 @@ async def test_a_running_experiment_can_be_stopped_and_has_its_time():
     assert hasty._task is not None
     await hasty._task
     assert hasty.status()["state"] == "failed" and "0.05 s" in hasty.status()["error"]
-
-
-def test_traffic_comes_faster_if_asked_to():
-    client = served_client(40)
-    slow, fast = (
-        work_of(client, Experiment(policies=["continuous"], speed=speed))[1]["policies"][
-            "continuous"
-        ]["seconds"]
-        for speed in (0.1, 0.2)
-    )
-    assert slow == pytest.approx(2 * fast, rel=0.1)

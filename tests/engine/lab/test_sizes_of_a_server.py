@@ -155,17 +155,6 @@ def test_whoever_says_something_about_sizes_gets_that(
     assert len(measuring.asked) == 1
 
 
-@pytest.mark.parametrize("flags", [(), ("--for", "latency")])
-def test_a_setting_that_is_refused_is_the_only_line(
-    servers: Servers, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
-):
-    started(servers)
-    capsys.readouterr()
-    assert main(["serve", *MODEL, "--api-key-file", "absent", *flags]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jitney: api_key_file absent cannot be read") and said.count("\n") == 1
-
-
 def test_settings_that_a_step_depends_on_are_measured_apart(servers: Servers, measuring: Measuring):
     started(servers)
     started(servers, "--dtype", "float32")
@@ -205,15 +194,6 @@ def test_a_machine_without_memory_for_a_second_engine_is_not_measured(
     started(servers)
     assert "no memory is left" in caplog.text
     assert not measuring.asked
-
-
-def test_sizes_that_cannot_be_kept_are_said_so(
-    servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    (tmp_path / "cache" / "sizes").write_text("a file, where a folder should be")
-    started(servers)
-    assert "measured anew at every start" in caplog.text
-    assert sizes_of(started(servers)) == USUAL
 
 
 def test_print_config_has_what_is_kept_and_measures_nothing(

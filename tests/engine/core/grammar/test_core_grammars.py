@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from fakes import (
     EOS,
@@ -24,7 +23,7 @@ from fakes import (
     tokens_of,
     watch,
 )
-from grammars import CODE, WORDS, core_with_grammars, text_of, tokenizer_json
+from grammars import CODE, WORDS, core_with_grammars, text_of
 
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest, Grammar
@@ -113,14 +112,6 @@ def test_min_tokens_and_ignore_eos_keep_an_answer_going_as_long_as_there_is_anyt
         assert text_of(tokens_of(outputs, "a")) == "a"
 
 
-def test_requests_without_a_grammar_get_the_same_tokens():
-    neighbours = [make_request(f"n{i}", [i, 2, 3], seed=i, max_tokens=20) for i in range(3)]
-    without = finish_with(core_with_grammars(), neighbours)
-    among = finish_with(core_with_grammars(), [held("a", CODE), *neighbours, held("b", PAIRS)])
-    for request in neighbours:
-        assert tokens_of(among, request.id) == tokens_of(without, request.id)
-
-
 def test_a_step_without_them_has_no_masked_rows():
     core = core_with_grammars()
     plans = watch(core)
@@ -147,17 +138,6 @@ def test_siblings_preempted_and_lonely_ones_answer_alike(rash: None):
         for index, tokens in enumerate(alone(request)):
             assert tokens_of(outputs, request.id, index) == tokens
     assert sum(len(plan.preempted) for plan in plans) > 0
-
-
-def test_an_answer_of_another_core_is_continued():
-    [whole] = alone(held("a", PAIRS, seed=3))
-    for told in range(len(whole)):
-        for share_outputs in (True, False):  # computed like a prompt, or generated again
-            core = make_core(share_outputs=share_outputs)
-            core.learn(tokenizer_json())
-            request = msgspec.structs.replace(held("a", PAIRS, seed=3), resumed=[whole[:told]])
-            outputs = finish_with(core, [request])
-            assert whole[:told] + tokens_of(outputs, "a") == whole
 
 
 def test_a_step_that_fails_leaves_matchers_where_the_tokens_are(monkeypatch: pytest.MonkeyPatch):

@@ -144,15 +144,6 @@ def test_sequences_that_sit_out_get_the_same_tokens(
     assert len(plans) - steps_before > steps_before
 
 
-def test_preempted_ones_do_too(impatient: Callable[[], None], rash: None):
-    expected = served(core_with_grammars(), *several())
-    impatient()
-    core = core_with_grammars(pages=8, seats=4, retain=False)
-    plans = watch(core)
-    assert served(core, *several()) == expected
-    assert any(plan.preempted for plan in plans)
-
-
 @pytest.mark.parametrize("method", ["launch", "choose"])
 def test_a_step_that_fails_while_some_sit_out(
     impatient: Callable[[], None], monkeypatch: pytest.MonkeyPatch, method: str

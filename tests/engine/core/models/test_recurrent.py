@@ -157,10 +157,14 @@ def test_rows_that_are_computed_again_for_a_late_mask_change_nothing(
 
 
 @pytest.mark.parametrize(
-    ("family", "kernels"),
-    [("qwen3_5", "native"), ("qwen3_5", "reference"), ("nemotron_h", "native")],
+    ("family", "kernels", "rows", "drafts"),
+    [
+        ("qwen3_5", "native", 4, 3),
+        ("qwen3_5", "reference", 64, 0),
+        ("nemotron_h", "native", 64, 0),
+        ("nemotron_h", "native", 4, 3),
+    ],
 )
-@pytest.mark.parametrize(("rows", "drafts"), [(64, 0), (4, 3)], ids=["mixed", "drafts"])
 def test_what_seats_keep_is_written_where_it_lies(
     family: str, kernels: str, rows: int, drafts: int
 ):

@@ -22,14 +22,11 @@ from fakes import (
     watch,
 )
 
-from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.common.errors import RequestError
 from jitney.engine.common.outputs import SequenceOutput
-from jitney.engine.core.scheduler.buckets import Buckets
-from jitney.engine.core.scheduler.kv_pages import _SHARED, PagePool
-from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.kv_pages import _SHARED
 from jitney.engine.core.scheduler.plan import StepResult
 from jitney.engine.core.scheduler.queues import WaitingQueue
-from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
 
@@ -369,12 +366,6 @@ def test_abort_in_any_phase_ends_each_sequence_once(steps: int):
     core.check()
 
 
-def test_an_unknown_id_is_no_error():
-    core = make_core()
-    core.abort("nobody")
-    assert not core.has_work
-
-
 REFUSED = [
     (make_request("r", []), "invalid_value", "prompt"),
     (make_request("r", [VOCAB]), "invalid_value", "prompt"),
@@ -687,22 +678,3 @@ def test_what_has_ended_is_forgotten():
         and len(core.scheduler.sequences.live.queue._heap) < 150
     )
     assert len(ends_of(core.step().outputs)) == 1000
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        (
-            SchedulerLimits(4, 64, policy="psychic"),
-            "unknown policy 'psychic'; known: continuous, static, dynamic",
-        ),
-        (
-            SchedulerLimits(4, 64, order="size"),
-            "unknown order 'size'; known: fcfs, priority, shortest, fair",
-        ),
-        (SchedulerLimits(8, 64), "do not serve 8 seats"),
-    ],
-)
-def test_limits_that_make_no_sense(limits: SchedulerLimits, message: str):
-    with pytest.raises(ConfigError, match=message):
-        Scheduler(limits, Buckets.of(max_seats=4, token_budget=16), PagePool(9, 4))

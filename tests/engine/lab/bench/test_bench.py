@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Sequence
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,27 +21,17 @@ from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.lab.bench.charts import load_curve as chart_of_loads
 from jitney.engine.lab.bench.compare import (
     _CURVE_LOADS,
-    CASES,
-    TrafficCase,
     at_rate,
     capacity,
     differences,
-    load_curve,
     ratios,
 )
 from jitney.engine.lab.bench.offline import OfflineBench, outputs_of
 from jitney.engine.lab.bench.sweep import knee_of
-from jitney.engine.lab.bench.tables import curve_table
 from jitney.engine.lab.bench.text import _prompt_ids, prose
-from jitney.engine.lab.commands.bench_flags import TrafficArguments, _repeated_tokens
-from jitney.engine.lab.commands.bench_policies import (
-    _COMMAND,
-    _cases_from,
-    _Traffic,
-)
+from jitney.engine.lab.commands.bench_flags import _repeated_tokens
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.planner import knee
@@ -137,28 +126,6 @@ def test_a_difference_is_found_where_it_begins():
     assert differences(runs) == [(3, ("static", "continuous"), 2)]
 
 
-def test_a_run_keeps_times_seats_and_rows():
-    bench = make_bench()
-    run = bench.run(bench.requests(mixed(Poisson(20.0))), policy="continuous")
-    figures = run.figures(price_per_hour=1.0)
-    assert figures["served"] == 24 and figures["output_tokens"] == sum(
-        len(tokens) for tokens in outputs_of(run)
-    )
-    for times, tokens in zip(run.requests, outputs_of(run), strict=True):
-        assert (
-            times.boarded is not None
-            and times.first_token is not None
-            and times.token_times is not None
-        )
-        assert times.arrival <= times.boarded < times.first_token <= times.end
-        assert len(times.token_times) == len(tokens) == times.n_output
-    seats = sorted(
-        (stay.seat, stay.start, stay.left) for request in run.requests for stay in request.stays
-    )
-    assert all(one[0] != two[0] or one[2] <= two[1] for one, two in pairwise(seats)), "one a seat"
-    assert sum(figures["rows"].values()) == run.records["bucket_tokens"].sum()
-
-
 def test_open_arrivals_come_at_their_times_and_a_closed_loop_keeps_its_number():
     bench = make_bench()
     requests = bench.requests([Arrival(0.0, 3, 2), Arrival(5.0, 3, 2), Arrival(5.0, 3, 2)])
@@ -251,55 +218,6 @@ def test_what_a_policy_can_serve_is_where_its_queue_begins_to_grow():
             policy,
             waits,
         )
-
-
-def test_the_curve_shows_each_policy_where_it_is_best():
-    arrivals = synthesise(300, Fixed(4), Uniform(4, 40), Poisson(1.0), 1)
-    points = load_curve(arrivals, flat_shape(), TABLE, POLICIES, (0.02, 0.3, 1.15))
-    low, middle, heavy = (point["policies"] for point in points)
-    assert (
-        low["continuous"]["ttft_p99_s"] < low["dynamic"]["ttft_p99_s"] < low["static"]["ttft_p99_s"]
-    ), "all wait"
-    assert all(waits["share_of_capacity"] < 1 for waits in middle.values())
-    assert all(waits["share_of_capacity"] >= 1 for waits in heavy.values())
-    assert points[1]["rate"] == pytest.approx(0.3 / 1.15 * points[2]["rate"])
-    table = curve_table(points)
-    assert table.rows[2][2].startswith("(") and not table.rows[1][2].startswith("(")
-    traces = chart_of_loads(points, points[1:2]).to_dict()["data"]
-    assert len(traces) == 6
-    assert traces[0]["marker"]["symbol"] == ["circle", "circle", "circle-open"]
-
-
-def test_without_flags_there_is_a_heavy_case_a_uniform_one_and_one_that_static_carries():
-    cases = _cases_from(_COMMAND.parse_as(TrafficArguments, []))
-    assert list(cases) == ["heavy", "uniform", "light"]
-    assert cases["uniform"][0].output == "50..800" and cases["light"][1] is CASES["light"]
-    assert CASES["light"].of == "static" and CASES["light"].load < 1
-    assert cases["heavy"][0].requests == CASES["heavy"].requests
-    assert [
-        flags.requests
-        for flags, _ in _cases_from(
-            _COMMAND.parse_as(TrafficArguments, ["--requests", "7"])
-        ).values()
-    ] == [7, 7, 7]
-    assert list(_cases_from(_COMMAND.parse_as(TrafficArguments, ["--rate", "9"]))) == ["given"]
-    assert list(_cases_from(_COMMAND.parse_as(TrafficArguments, ["--cases", "light"]))) == ["light"]
-
-
-def test_each_case_is_offered_its_own_rate():
-    bench = make_bench(seats=4, pages=300, context=1000, budget=32)
-    flags = _COMMAND.parse_as(TrafficArguments, ["--requests", "30", "--prompt", "2..9"])
-    flags = flags.changed(output="4..40")
-    heavy = _Traffic.of_flags(bench, flags, TrafficCase("4..40", 1.2, "continuous", 30, "x"))
-    light = _Traffic.of_flags(bench, flags, TrafficCase("4..40", 0.5, "static", 30, "x"))
-    for traffic in (heavy, light):
-        traffic.set_rate(bench, TABLE, 10.0, "4..40")
-    assert heavy.rate == 12.0
-    static = bench.shape.open_to_all().under("static")
-    assert light.rate == pytest.approx(0.5 * capacity(light.arrivals, static, TABLE))
-    assert [r.arrival.at for r in light.paced(2.0)] == pytest.approx(
-        [a.at / 2 for a in light.arrivals]
-    )
 
 
 def test_ratios_are_gains_of_continuous():

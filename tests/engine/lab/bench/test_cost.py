@@ -53,10 +53,3 @@ def test_the_lines_add_up_to_the_device_time(steps: list[tuple[float, list[int]]
         assert sum(line.seconds for line in lines.values()) == pytest.approx(device_s)
         assert sum(line.rows for line in lines.values()) == sum(sum(rows) for _, rows in steps)
         assert all(line.seconds >= 0 for line in lines.values())
-
-
-def test_padding_that_is_free_is_not_paid_for():
-    records = np.concatenate((step(1, 0.5, prefill=2, padding=2), step(2, 0.25, padding=4)))
-    lines = Bill.of_steps(records, seconds=1.0, padding_is_free=True)
-    assert lines["prefill"] == CostLine(2, 0.5)
-    assert lines["padding"] == CostLine(6, 0.25), "somebody pays for a step of nothing else"

@@ -29,7 +29,6 @@ from jitney.engine.lab.bench.peers import (
     PROMPTS,
     PeerBench,
     _make_measurements,
-    _medians_of,
     kernel_ratios,
     markdown,
 )
@@ -134,49 +133,6 @@ def figures(tok_s: float, wait: float) -> dict[str, Any]:
         "ttft_s": {"p50": wait, "p99": 2 * wait},
         "client": {"cpu_share": 0.1},
     }
-
-
-def test_medians_are_numpys():
-    speeds, waits = [700.0, 500.0, 650.0, 900.0], [0.1, 0.4, 0.2, 0.3]
-    found = _medians_of(
-        [{"streams_32": figures(*pair)} for pair in zip(speeds, waits, strict=True)]
-    )
-    tok_s = found["streams_32"]["output_tok_s"]
-    assert tok_s == {"median": np.median(speeds), "least": 500.0, "most": 900.0}
-    assert found["streams_32"]["ttft_p99_s"]["median"] == pytest.approx(2 * np.median(waits))
-
-
-def test_the_table_has_a_column_for_each_measurement_and_the_machine_above():
-    works = {
-        "streams_32": {"streams": 32, "prompt_lengths": {"longest": 384}},
-        "streams_1": {"streams": 1, "prompt_lengths": {"longest": 384}},
-        "prompts_512": {"streams": 8, "prompt_lengths": {"longest": 512}},
-    }
-    engine = {
-        "version": "0.1",
-        "failed": None,
-        "settings": "jitney serve",
-        "medians": _medians_of([{name: figures(700.4, 0.25) for name in works}]),
-    }
-    slower = engine | {"medians": _medians_of([{name: figures(1000.0, 0.25) for name in works}])}
-    report = {
-        "machine": "A CPU 9, 2 cores",
-        "work": works,
-        "engines": {"ours": engine, "plain": slower},
-    }
-    lines = markdown(report).splitlines()
-    assert lines[0].startswith("A CPU 9, 2 cores; over HTTP")
-    assert lines[2] == (
-        "| | 32 streams, output tok/s | 1 stream, output tok/s | prompt tok/s, 512-token prompts | "
-        "first token at 32 streams, p50 / p99 |"
-    )
-    assert lines[4] == "| ours 0.1 | 700 | 700 | 1,401 | 250 / 500 ms |"
-    ratios = kernel_ratios(report, ("ours", "plain"))
-    assert ratios == pytest.approx(dict.fromkeys(works, 0.7004))
-    shown = list(_remarks(report | {"auto_over_reference": ratios}))
-    assert "BELOW the reference: streams_32, streams_1, prompts_512" in shown[-1]
-    better = list(_remarks(report | {"auto_over_reference": {"streams_32": 1.5}}))
-    assert better[-1].endswith("streams_32 1.50x; none below the reference")
 
 
 def test_the_work_is_that_of_the_table():

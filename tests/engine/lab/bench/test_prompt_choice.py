@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.lab.commands.bench_device import _choice_line
-from jitney.engine.lab.device import check, prompt_peers
+from jitney.engine.lab.device import check
 from jitney.engine.lab.device.report import DeviceReport
 from jitney.engine.lab.device.rows import About, PartJob, Row
 from jitney.engine.lab.device.run import DevicePlan, DeviceResults
@@ -75,12 +75,6 @@ def test_an_even_race_is_ours(seconds: float, by: str):
     assert choice is not None and choice["by"] == by
 
 
-def test_sizes_that_one_has_not_do_not_count():
-    rows = [*MEASURED, prompt("triton", "8,192", 9e-3), prompt("flashinfer", "8,192", None)]
-    choice = DeviceReport(results(rows)).prompt_choice()
-    assert choice is not None and choice["rows"] == [512, 4096]
-
-
 def test_nothing_is_chosen_where_only_ours_was_measured_or_no_gpu_was():
     ours = [row for row in MEASURED if row.by != "flashinfer"]
     assert DeviceReport(results(ours)).prompt_choice() is None
@@ -141,24 +135,3 @@ def test_cases_that_it_does_not_take_are_no_wrong_answers():
         assert not row.wrong and row.error is None
     (row,) = tasks["prompts alone, bfloat16"].run(tasks["prompts alone, bfloat16"].row)
     assert row.note.startswith("right")
-
-
-def test_where_it_cannot_run_its_row_says_why():
-    job = PartJob(
-        part="flashinfer",
-        shape="tiny",
-        dtype="bfloat16",
-        kernels="auto",
-        page_size=16,
-        seconds=1.0,
-    )
-    tasks = list(prompt_peers.TASKS["flashinfer"](job, [], jnp.bfloat16))
-    assert len(tasks) == len(job.sizes.prompts)
-    (row,) = tasks[0].run(tasks[0].row)
-    assert row.seconds is None
-    assert row.note == (
-        "not run: kernels flashinfer: it takes heads of 64, 128, 256, not 16; choose kernels triton"
-    )
-    bigger = replace(job, shape="llama-3.1-8b")
-    (row,) = next(prompt_peers.TASKS["flashinfer"](bigger, [], jnp.bfloat16)).run(tasks[0].row)
-    assert row.note == "not run: kernels flashinfer need an NVIDIA GPU; jax runs on cpu"

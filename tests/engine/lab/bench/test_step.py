@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +20,8 @@ from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.bench import step
 from jitney.engine.lab.bench.step import StepCase, _cases, _measured_floor
 from jitney.engine.lab.bench.step_parts import _part_cases, measure_parts
-from jitney.engine.lab.commands.bench_step import _DECODING, _show
+from jitney.engine.lab.commands.bench_step import _DECODING
 from jitney.engine.lab.simulation.step_table import StepTable
-from jitney.kernels.select import reference
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -119,12 +116,6 @@ def test_what_is_written_is_what_a_simulation_reads(report: dict, tmp_path: Path
     assert np.isfinite(report["read_bytes_s"]) and report["product_flops_s"] > 0
 
 
-def test_the_report_fits_a_terminal(report: dict, capsys):
-    _show(report)
-    out = capsys.readouterr().out
-    assert "decode-4" in out and "of the sum" in out and max(map(len, out.splitlines())) <= 80
-
-
 def test_the_parts_of_a_step_are_those_it_has_and_no_more_than_it_took(report: dict):
     if not report["kernels"].startswith("native"):
         pytest.skip("these kernels have no clocks")
@@ -140,15 +131,6 @@ def test_the_parts_of_a_step_are_those_it_has_and_no_more_than_it_took(report: d
     assert rows[1, 0]["parts_s"]["products"] > 0
     # 255 positions and the new one; 2 layers, keys and values, 2 heads of 16 float32.
     assert rows[1, 0]["kv_read_bytes"] == 256 * 2 * 2 * 2 * 16 * 4
-
-
-def test_kernels_without_clocks_have_no_parts_and_one_line_says_so(report: dict, capsys):
-    runner = SimpleNamespace(program=SimpleNamespace(kernels=reference()))
-    llm: Any = SimpleNamespace(core=SimpleNamespace(runner=runner))
-    assert measure_parts(llm, tiny_config(), 3) == []
-    _show({**report, "parts": []})
-    out = capsys.readouterr().out
-    assert "the native kernels on one device have clocks" in out and "GB/s:" not in out
 
 
 def test_parts_are_measured_at_few_and_many_seats_and_with_a_prompt():

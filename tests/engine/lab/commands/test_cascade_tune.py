@@ -43,22 +43,6 @@ def test_it_prints_the_table_and_the_threshold(
     assert "in fleet.toml:" in shown
 
 
-def test_its_report_says_which_threshold_and_why(
-    servers: tuple[str, str], requests_file: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["cascade", "tune", str(requests_file), "--small", servers[0], "--large", servers[1]]
-    words += ["--measure", "mean", "--small-price", "1", "--large-price", "100", "--json", "-"]
-    assert main(words) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["requests"] == 4
-    assert report["cost_by"] == "price"
-    assert report["chosen"]["kept"] == 0.75
-    assert report["chosen"]["agreement"] == 1.0
-    (tried,) = report["measures"]
-    assert tried["thresholds"][0]["agreement"] == 0.75
-    assert report["small"]["tokens"] < report["large"]["tokens"] * 2
-
-
 def test_a_server_that_refused_a_connection_is_tried_again(
     servers: tuple[str, str],
     requests_file: Path,
@@ -77,16 +61,6 @@ def test_a_server_that_refused_a_connection_is_tried_again(
     main([*words, "--cost", "tokens", "--json", "-"])
     report = json.loads(capsys.readouterr().out)
     assert (report["requests"], report["refused"]) == (4, [])
-
-
-def test_a_server_that_is_not_there_is_one_line(
-    requests_file: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["--small", "http://127.0.0.1:9/a", "--large", "http://127.0.0.1:9/b"]
-    assert main(["cascade", "tune", str(requests_file), *words]) == 1
-    complaint = capsys.readouterr().err
-    assert "no request was answered by both models" in complaint
-    assert complaint.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -34,26 +34,6 @@ def test_every_request_has_an_end_and_its_price(capsys: pytest.CaptureFixture[st
     assert (report["engine"]["seats"], report["moments"]) == (32, [])
 
 
-def test_a_part_of_all_machines_is_lost(capsys: pytest.CaptureFixture[str]):
-    lost = ("--outage-at-s", "9", "--outage-share", "0.3", "--notice-s", "3")
-    figures = simulated(*FLEET, *LENGTHS, *SECONDS, *lost, capsys=capsys)["figures"]
-    assert (figures["machine_failures"], figures["started"]) == (3, 3)
-    assert figures["repeated"] > 0
-    peace = simulated(*FLEET, *LENGTHS, *SECONDS, capsys=capsys)["figures"]
-    assert (peace["machine_failures"], peace["repeated"]) == (0, 0)
-    assert figures["seconds"] > 12 > peace["seconds"], "they begin again 3 s later"
-
-
-def test_replicas_come_with_the_load(capsys: pytest.CaptureFixture[str]):
-    """Each of 4 seats; ten replicas let none go before it was calm for long."""
-    words = ("llama-3.1-8b", "--device", "h100", "--replicas", "2", "--seats", "4", *LENGTHS)
-    scale = ("--rates", "5,60", "--rate-s", "25", "--start-s", "5", "--scale", "2:6")
-    report = simulated(*words, *scale, capsys=capsys)
-    ready = [moment[1] for moment in report["moments"]]
-    assert ready[0] == 2 and max(ready) == report["figures"]["most_ready"]
-    assert 2 < max(ready) <= 6
-
-
 def test_a_trace_names_its_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Ten conversations of ten turns; each prompt begins with the one before."""
     lines = [

@@ -8,11 +8,9 @@ import json
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.scheduler.buckets import Buckets
@@ -141,20 +139,6 @@ def test_a_verdict_is_never_without_its_error():
     assert verdict_of({"static": predicted["static"]}, {}) == ""
 
 
-def served(arrival: float, finished: float, finish: str = "length") -> RequestRecord:
-    first = None if finish == "error" else arrival
-    return RequestRecord(
-        number=0,
-        n_prompt=4,
-        n_output=4,
-        arrival=arrival,
-        boarded=first,
-        first_token=first,
-        finished=finished,
-        finish=finish,
-    )
-
-
 def run_of(arrivals: list[Arrival], concurrency: int | None = None) -> list[RequestRecord]:
     limits = SchedulerLimits(max_seats=8, context_length=128, max_waiting_requests=1000)
     engine = EngineShape(limits, Buckets.of(max_seats=8, token_budget=64), 129)
@@ -175,15 +159,6 @@ def test_open_traffic_is_not_taken_for_clients_that_wait(rate: float):
     assert Recording(run_of(bursts)).clients() == 0
 
 
-def test_refused_requests_are_of_open_traffic():
-    chain = [served(float(n), n + 1.0) for n in range(20)]
-    assert Recording(chain).clients() == 1
-    assert (
-        Recording([*chain, served(3.5, 3.5, "error")]).clients() == 0
-        and Recording(chain[:2]).clients() == 0
-    )
-
-
 @pytest.mark.parametrize(
     ("extra", "complaint"),
     [
@@ -197,20 +172,6 @@ def test_what_cannot_be_compared_is_one_line(
     measured_file(tmp_path / "r.npz")
     assert main(["simulate", "--measured", str(tmp_path / "r.npz"), *extra]) == 2
     assert complaint in capsys.readouterr().err
-
-
-def test_files_that_hold_no_runs_are_one_line(tmp_path: Path):
-    np.savez(tmp_path / "other.npz", x=np.zeros(2))
-    (tmp_path / "text.npz").write_text("hello")
-    np.savez(tmp_path / "half.npz", note_a=np.array("{}"))
-    for name, complaint in (
-        ("other.npz", "no runs"),
-        ("text.npz", "no runs"),
-        ("half.npz", "no runs"),
-        ("absent.npz", "No such file"),
-    ):
-        with pytest.raises(ConfigError, match=complaint):
-            EngineRun.read_all(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.records import STEP_DTYPE
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.plan import StepWork
@@ -156,16 +155,6 @@ def test_short_prompts_beside_few_streams_get_a_small_step():
     assert (proposal.seat_buckets, proposal.token_buckets) == ((64,), (24, 512))
     assert proposal.padding["mixed"] == 100 * 112
     assert proposal.padding_now["mixed"] == 900 * (128 - 24) + 100 * 112
-
-
-def test_too_small_a_budget_is_refused():
-    with pytest.raises(ConfigError, match="too small"):
-        SeenSteps({}, {}).propose(Buckets.of(max_seats=8, token_budget=32), 2, Rows())
-
-
-def test_nothing_seen_keeps_the_largest():
-    proposal = SeenSteps({}, {}).propose(Buckets.of(max_seats=8, token_budget=32), 12, Rows())
-    assert (proposal.seat_buckets, proposal.token_buckets, proposal.share) == ((8,), (32,), 0.0)
 
 
 @pytest.mark.parametrize("seed", range(3))

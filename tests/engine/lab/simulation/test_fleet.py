@@ -5,7 +5,6 @@ they should.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -18,11 +17,11 @@ from jitney.engine.config.schema import EngineSection
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
-from jitney.engine.lab.simulation.fleet_scaling import Scaler, ScalingRule
+from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
 from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans, Recorded
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.lab.simulation.simulator import simulate
-from jitney.engine.lab.simulation.workload import WORKLOADS, Conversations, Fixed, Poisson, Uniform
+from jitney.engine.lab.simulation.workload import Conversations, Fixed, Poisson, Uniform
 
 H100 = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])
 CHAT = Conversations(n_shared=128, turns=Uniform(4, 6), live=64)
@@ -179,14 +178,6 @@ def test_the_rule_by_hand():
     assert (late.wanted(10, [0.0] * 10, 0.99), late.wanted(10, [9.0] * 10, 1.3)) == (10, 13)
 
 
-def test_a_lull_does_not_cost_a_start():
-    scaler = Scaler(ScalingRule(fill=0.5, every_s=10.0, calm_s=30.0))
-    fills = [0.5, 0.1, 0.1, 0.1, 0.1, 0.1]
-    moves = [scaler.change(10.0 * n, 10, 0, [0.0] * 10, fill) for n, fill in enumerate(fills)]
-    assert moves == [0, 0, 0, 0, -8, -8]
-    assert scaler.change(60.0, 10, 3, [5.0] * 10, 0.9) == 5  # three are on their way
-
-
 def test_replicas_that_start_count_for_those_that_wait():
     """The traffic grows fourfold at once and starts take long: what waits meanwhile asks for no
     more replicas than the traffic does in the end.
@@ -228,14 +219,6 @@ def test_a_record_is_taken_as_it_was():
     sample = record.sample(4.0, 200, 1)
     assert all(each.n_output == 2 * each.n_prompt for each in sample)  # lengths stay together
     assert sample[-1].at == pytest.approx(50, rel=0.3)
-
-
-def test_a_share_of_the_traffic_has_whole_conversations():
-    record = Recorded(WORKLOADS["chat"].arrivals(1000, Poisson(1.0), 1))
-    turns = Counter(arrival.conversation for arrival in record.arrivals)
-    part = Counter(arrival.conversation for arrival in record.busiest(0.3, 10_000, 1))
-    assert all(turns[talk] == count for talk, count in part.items())
-    assert part.total() == pytest.approx(300, rel=0.3)
 
 
 def test_nonsense_is_refused_in_one_line():

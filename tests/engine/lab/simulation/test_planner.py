@@ -19,10 +19,8 @@ from jitney.engine.lab.simulation.planner import (
     Load,
     OperatingPoint,
     Sizing,
-    _first_token,
     _fit,
     _seat_wait,
-    knee,
 )
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.lab.simulation.simulator import simulate
@@ -162,12 +160,6 @@ def test_the_token_budget_bounds_who_decodes():
     assert point.decoding == pytest.approx(100)  # 100 decode rows and 200 prompt rows
 
 
-def test_cost_is_price_over_tokens():
-    point = OperatingPoint.of(replace(LLAMA, count=2), replace(DEMAND, price_per_hour=3.0), 32)
-    assert point.cost_per_million == pytest.approx(2 * 3.0 / (point.output_tok_s * 3600) * 1e6)
-    assert OperatingPoint.of(LLAMA, DEMAND, 32).cost_per_million is None
-
-
 def test_waiting_for_one_server_is_the_m_m_1_queue():
     # P(wait > t) = load * exp(-(1 - load) t / service)
     assert _seat_wait(1, 2.0, 0.8, 0.99) == pytest.approx(math.log(0.8 / 0.01) * 2.0 / 0.2)
@@ -176,19 +168,6 @@ def test_waiting_for_one_server_is_the_m_m_1_queue():
         math.log(0.71111 / 0.01) * 2.0 / 0.4, rel=1e-4
     )
     assert _seat_wait(500, 2.0, 0.8, 0.99) == 0.0
-
-
-def test_a_prompt_longer_than_the_budget_takes_several_steps():
-    demand = Load(prompt=1000, output=10, token_budget=300)
-    waits = _seat_wait(100, 0.01 * (10 + 5), 0.8, 0.99)
-    assert _first_token(demand, 100, 0.01, 1.0) == pytest.approx(waits + 0.01 + 5 * 0.01)
-
-
-def test_the_knee_is_where_the_curve_bends():
-    assert knee([1.0, 1.1, 1.2, 2.4, 4.8], [10, 20, 40, 44, 46]) == 2
-    assert knee([1.0, 1.0], [10, 20]) is None
-    # A mixture of experts: all is gained at the end.
-    assert knee([1.0, 2.0, 2.5, 2.6], [10, 12, 30, 60]) is None
 
 
 def test_limits_choose_the_batch_size_and_replicas():

@@ -19,13 +19,11 @@ from hypothesis import strategies as st
 from step_tables import constant_table
 
 from jitney.engine.cli import main
-from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE, Ledger
 from jitney.engine.common.request_record import Stay, stays_of
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.summary import Slo
 from jitney.engine.common.trace import Arrival, TraceLine
-from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -109,17 +107,6 @@ def test_company_ends_a_while_before_the_step_does():
     assert core.late_plan_slack_s == 0.0 and core.step().outputs[0].finish == "abort"
 
 
-def test_one_request_by_hand():
-    """Step k takes the k-th second; the host plans each while the one before runs."""
-    run = simulate([Arrival(0.0, 5, 3)], shape(), SECOND)
-    assert times_of(run) == [(0.0, 1.0, 3.0)] and run.requests[0].token_times == [1.0, 2.0, 3.0]
-    assert (run.requests[0].finish, run.requests[0].n_output, run.seconds) == ("length", 3, 3.0)
-    assert stays_in(run) == [(0, 0, 0.0, 1.0, 3.0)]
-    assert run.records["bucket_tokens"].tolist() == [8, 1, 1] and run.records[
-        "device_s"
-    ].tolist() == [1, 1, 1]
-
-
 def test_three_requests_on_two_seats_by_hand():
     """Seconds:  0-1        1-2       2-3              3-4
     seat 0     A prompt   A 2nd     C prompt         C 2nd
@@ -135,12 +122,6 @@ def test_three_requests_on_two_seats_by_hand():
     ]
     rows = run.records[["prefill", "decode", "padding"]].tolist()
     assert rows == [(6, 0, 2), (0, 2, 0), (3, 1, 0), (0, 2, 0)]
-
-
-def test_time_passes_while_nobody_is_there():
-    run = simulate([Arrival(3.0, 4, 1), Arrival(20.0, 4, 2)], shape(), SECOND)
-    assert times_of(run) == [(3.0, 4.0, 4.0), (20.0, 21.0, 22.0)]
-    assert run.seconds == 19.0 and run.records["gap_s"].tolist() == [0, 0, 0]  # idle time is no gap
 
 
 def test_the_host_hides_behind_the_device_until_it_is_the_slower_one():
@@ -477,25 +458,6 @@ def test_refused_requests_are_counted_as_such():
     }
 
 
-def test_the_shape_takes_every_setting():
-    settings_ = EngineSection(
-        max_seats=8,
-        token_budget=64,
-        seat_buckets=(4, 8),
-        policy="continuous",
-        order="priority",
-        max_waiting_requests=7,
-        page_size=32,
-    )
-    made = EngineShape.of(settings_, context_length=100, pages=9)
-    assert made.limits == replace(
-        made.limits, max_seats=8, context_length=100, order="priority", max_waiting_requests=7
-    )
-    assert ([b.seats for b in made.buckets.decode], made.pages, made.page_size) == ([4, 8], 9, 32)
-    with pytest.raises(ConfigError, match="no request"):
-        simulate([], made, SECOND)
-
-
 @pytest.fixture
 def table_file(tmp_path: Path) -> Path:
     """A table of steps of 20 ms (decode) and 50 ms (mixed)."""
@@ -580,24 +542,6 @@ def test_a_trace_of_another_machine_is_no_measure(
     assert bool(report["errors"]) == (not told)
     said = " ".join(capsys.readouterr().out.split())
     assert told in report["not_compared"] and report["not_compared"] in said
-
-
-def test_the_command_makes_traffic_up(table_file: Path, capsys):
-    assert (
-        main(
-            shlex.split(
-                f"simulate --table {table_file} --requests 20 --arrivals closed "
-                "--concurrency 4 --seats 8 --policy continuous --json -"
-            )
-        )
-        == 0
-    )
-    out = capsys.readouterr().out
-    report = json.loads(out[: out.rindex("}") + 1])
-    assert (
-        report["engine"]["limits"]["max_seats"] == 8
-        and report["policies"]["continuous"]["served"] == 20
-    )
 
 
 @pytest.mark.parametrize(

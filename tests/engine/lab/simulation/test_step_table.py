@@ -27,8 +27,6 @@ from jitney.engine.lab.simulation.step_table import (
     HostTimes,
     StepTable,
     _fit_kind,
-    _noise_factors,
-    _nonnegative,
     _Point,
 )
 
@@ -108,33 +106,6 @@ def test_a_stalled_step_bends_no_curve_and_its_time_is_not_lost():
     assert max(bent.seconds(p.bucket, p.work) / p.seconds for p in fresh) > 1.5 * stretch
 
 
-def test_coefficients_are_never_negative():
-    design = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    falling = _nonnegative(design, np.array([3.0, 2.0, 1.0]))
-    assert falling == pytest.approx([2.0, 0.0])  # the mean, and no slope
-    assert _nonnegative(design, np.array([1.0, 3.0, 5.0])) == pytest.approx(
-        [0.0, 22 / 14]
-    )  # sum of x y over sum of x x
-
-
-def test_what_never_differs_is_no_slope():
-    """One row in every step: it is not known what a second one would cost."""
-    made = [_Point(D8, StepWork(decode=1, keys=keys), 0.010) for keys in range(100, 140)]
-    table = StepTable._from_points(made)
-    assert table.seconds(D8, StepWork(decode=8, keys=120)) == pytest.approx(0.010)
-
-
-def test_few_points_keep_the_common_slope():
-    """A bucket seen once, at one context, says nothing about how it grows with the context."""
-    lonely = StepWork(decode=20, keys=20_000, longest=1000)
-    table = StepTable._from_points(
-        [*points(40, buckets=(D8,)), _Point(D32, lonely, TRUE[D32].seconds(lonely))]
-    )
-    for keys in (2_000, 40_000):
-        work = lonely._replace(keys=keys)
-        assert table.seconds(D32, work) == pytest.approx(TRUE[D32].seconds(work), rel=0.02)
-
-
 @pytest.mark.parametrize("free", [True, False])
 def test_steps_tell_whether_padding_is_free(free: bool):
     """As steps of a CPU's kernels and of XLA's take: 1 ms a row that is somebody's, or a row of the
@@ -209,11 +180,6 @@ def test_records_calibrate_device_and_host():
     assert (host.after, host.after_per_row) == pytest.approx((0, 2e-6), rel=1e-3, abs=1e-8)
 
 
-def test_no_records_is_an_error():
-    with pytest.raises(ConfigError, match="no step records"):
-        StepTable.from_records(np.zeros(0, STEP_DTYPE))
-
-
 def test_a_table_survives_its_file(tmp_path: Path):
     table = StepTable._from_points(
         points(40, scatter=0.2), HostTimes(1e-4, 2e-6, 3e-5, 4e-6), "here"
@@ -243,19 +209,6 @@ def test_a_file_that_is_no_table_is_one_line(tmp_path: Path, text: str, word: st
         StepTable.load(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         StepTable.load(tmp_path / "absent")
-
-
-def test_noise_keeps_the_weight_of_rare_stalls():
-    assert _noise_factors(np.array([2.0, 2.0])) == pytest.approx([1.0, 1.0])
-    assert _noise_factors(np.array([1.0, 3.0])) == pytest.approx([0.5, 1.5])
-    ratios = np.concatenate(
-        [np.ones(9_999), [1001.0]]
-    )  # one step in ten thousand takes a thousand times as long
-    factors = _noise_factors(ratios)
-    assert len(factors) == 200 and np.mean(factors) == pytest.approx(1)
-    assert factors[:199] == pytest.approx([1 / 1.1] * 199) and factors[199] == pytest.approx(
-        21 / 1.1
-    )
 
 
 def test_of_steps_that_were_repeated_the_table_goes_through_the_medians():

@@ -61,11 +61,6 @@ def test_lognormal_has_its_mean_and_stays_within_its_bounds():
     assert (cut.min(), cut.max()) == (50, 300)
 
 
-def test_empirical_draws_what_was_seen():
-    drawn = _Empirical((5, 5, 5, 9)).draw(np.random.default_rng(0), N)
-    assert set(drawn.tolist()) == {5, 9} and np.mean(drawn == 5) == pytest.approx(0.75, rel=0.03)
-
-
 def test_the_same_seed_gives_the_same_traffic_and_patterns_share_lengths():
     one, two = (
         synthesise(50, Uniform(1, 9), Uniform(1, 99), pattern, 7)
@@ -118,14 +113,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str):
         Arrival.read_all(tmp_path / "bad.jsonl")
 
 
-def test_a_missing_or_empty_trace_is_an_error(tmp_path: Path):
-    with pytest.raises(ConfigError, match="No such file"):
-        Arrival.read_all(tmp_path / "none.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="holds no request"):
-        Arrival.read_all(tmp_path / "empty.jsonl")
-
-
 def test_a_trace_can_be_played_at_another_rate():
     arrivals = _at_rate(
         [Arrival(0.0, 1, 1), Arrival(1.0, 1, 1), Arrival(4.0, 1, 1), Arrival(8.0, 1, 1)], 2.0
@@ -164,21 +151,6 @@ def test_lengths_are_read_from_flags(tmp_path: Path):
 def test_bad_lengths_are_refused_by_their_flag(text: str):
     with pytest.raises(ConfigError, match="--output"):
         parse_lengths(text, "--output")
-
-
-def test_a_summary_of_lengths_is_numpys():
-    drawn = parse_lengths(WORKLOADS["floor50"].output, "--output").draw(np.random.default_rng(0), N)
-    found = LengthSummary.of(drawn.tolist())
-    assert (found.shortest, found.longest) == (50, 800)
-    assert found.at_shortest == np.mean(drawn == 50) == pytest.approx(0.57, abs=0.02)
-    assert found.at_longest == np.mean(drawn == 800)
-    assert (found.median, found.mean, found.p95) == (
-        np.median(drawn),
-        drawn.mean(),
-        np.percentile(drawn, 95),
-    )
-    assert str(found).startswith("50 (57% exactly) to 800 (") and "median 50, " in str(found)
-    assert str(LengthSummary.of([7, 7])) == "all 7"
 
 
 @pytest.mark.parametrize("name", ["short", "mixed", "long-form", "chat", "uniform"])

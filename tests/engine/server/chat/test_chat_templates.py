@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,6 @@ from api_fakes import ByteTokenizer, FakeClient, call, make_app, run, until
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from jitney.engine.common import worker_pool as workers
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core.text.fast_tokenizers import FastTokenizer, _tiny_fast
 from jitney.engine.core.text.template_worker import TemplateSource, render_source
@@ -128,60 +126,6 @@ def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
             for pid in before:
                 with pytest.raises(ProcessLookupError):
                     os.kill(pid, 0)
-
-    run(session())
-
-
-def test_a_client_that_leaves_does_not_take_the_process_with_it():
-    async def session() -> None:
-        async with rendering(BRIEF_S) as templates:
-            before = processes(templates)
-            leaving = [asyncio.create_task(templates.render(said("spin"), 10)) for _ in range(2)]
-            await asyncio.sleep(0.1)
-            for task in leaving:
-                task.cancel()
-            await asyncio.gather(*leaving, return_exceptions=True)
-            assert await templates.render(said("hi"), 1000), "once the time of the others is over"
-            for _ in range(50):
-                task = asyncio.create_task(templates.render(said("hi"), 1000))
-                await asyncio.sleep(0)
-                task.cancel()
-            kept = processes(templates)
-            assert await templates.render(said("one"), 1000) == "<s>user: one\nassistant: "
-            assert set(kept) == set(processes(templates)) and not set(kept) & set(before)
-
-    run(session())
-
-
-def test_a_process_that_somebody_ends_is_replaced_unnoticed():
-    async def session() -> None:
-        async with rendering() as templates:
-            for pid in processes(templates):
-                os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.05)
-            for _ in range(3):
-                assert await templates.render(said("hi"), 1000)
-            for pid in processes(templates):
-                os.kill(pid, signal.SIGTERM)  # as a service manager sends it to the whole group
-            await asyncio.sleep(0.05)
-            kept = processes(templates)
-            assert await templates.render(said("hi"), 1000)
-            assert processes(templates) == kept
-
-    run(session())
-
-
-def test_a_chat_that_finds_no_process_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "_WAIT_S", 0.05)
-
-    async def session() -> None:
-        async with rendering(BRIEF_S) as templates:
-            bad = [asyncio.create_task(error_of(templates, "spin")) for _ in range(2)]
-            await asyncio.sleep(0.1)
-            with pytest.raises(RequestError) as caught:
-                await templates.render(said("hi"), 1000)
-            assert caught.value.info.code == "busy"
-            await asyncio.gather(*bad)
 
     run(session())
 

@@ -44,24 +44,6 @@ def history(arguments: str) -> list[Json]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "RULE"}, ASKED]}),
-        ("/v1/chat/completions", {"messages": [{"role": "developer", "content": "RULE"}, ASKED]}),
-        ("/v1/messages", {"system": "RULE", "messages": [ASKED]}),
-        ("/v1/responses", {"instructions": "RULE", "input": "What time is it?"}),
-    ],
-)
-def test_instructions_reach_a_model_whose_template_refuses_them(path: str, body: Json):
-    length = "max_output_tokens" if path.endswith("responses") else "max_tokens"
-    reply, requests = asked("gemma 2", path, body | {"model": "m", length: 2})
-    assert reply.status == 200, reply.body
-    prompt = bytes(requests[0].prompt).decode()
-    assert prompt == "<turn>user\nRULE\n\nWhat time is it?</turn>\n<turn>model\n"
-    assert "x-jitney-warnings" not in reply.headers
-
-
 @pytest.mark.parametrize("name", ["gemma 2", "mixtral", "nemo"])
 def test_tools_can_be_forced_where_no_system_message_is_allowed(name: str):
     body = {"model": "m", "messages": [ASKED], "tools": [CLOCK], "tool_choice": "required"}

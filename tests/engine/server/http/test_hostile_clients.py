@@ -70,38 +70,6 @@ def test_unknown_fields_are_listed_and_change_nothing():
     )
 
 
-def upload(content: bytes, **fields: str) -> tuple[bytes, dict[str, str]]:
-    """A multipart body with a file and fields, and its header."""
-    request = httpx.Request("POST", "http://x", files={"file": ("a.jsonl", content)}, data=fields)
-    return request.read(), {"content-type": request.headers["content-type"]}
-
-
-@pytest.mark.parametrize(
-    ("content", "fields"),
-    [
-        (b"", {"purpose": "batch"}),
-        (b"{}\n", {}),
-        (b"{}\n", {"purpose": "fine-tune"}),
-        (b"x" * MIB, {"purpose": "batch"}),
-    ],
-    ids=["empty", "no purpose", "wrong purpose", "too large"],
-)
-def test_files_that_are_refused_leave_nothing(
-    content: bytes, fields: dict[str, str], tmp_path: Path
-):
-    app = make_app(data_dir=tmp_path / "data", file_limit=10_000)
-    body, headers = upload(content, **fields)
-    reply = ask(app, "/v1/files", body, headers=headers)
-    assert reply.status in (400, 413), reply.body
-    kept = [path for path in (tmp_path / "data").rglob("*") if b"x" * 100 in read(path)]
-    assert not kept
-    assert ask(app, "/v1/files", method="GET").json()["data"] == []
-
-
-def read(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
-
-
 QUERIES = (
     "from=-1e308&step=0",
     "from=nan&to=nan",

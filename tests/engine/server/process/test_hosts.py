@@ -15,7 +15,7 @@ from joint_processes import (
     LIMIT_S,
     TINY,
     alone_in_a_hurry,
-    compiled_once,
+    compiled_in_a_hurry,
     drawn_prompts,
     request,
     run_logged,
@@ -109,9 +109,9 @@ def log() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def quickly() -> Iterator[None]:
     """Four processes start."""
-    with compiled_once(tmp_path_factory.mktemp("cache")):
+    with compiled_in_a_hurry():
         yield
 
 

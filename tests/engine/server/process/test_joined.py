@@ -20,7 +20,7 @@ from joint_processes import (
     LIMIT_S,
     TINY,
     alone_in_a_hurry,
-    compiled_once,
+    compiled_in_a_hurry,
     drawn_prompts,
     outputs_of,
     request,
@@ -196,11 +196,9 @@ def log() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def quickly() -> Iterator[None]:
     """Four processes start."""
-    with compiled_once(
-        tmp_path_factory.mktemp("cache"), "--xla_force_host_platform_device_count=2"
-    ):
+    with compiled_in_a_hurry("--xla_force_host_platform_device_count=2"):
         yield
 
 

@@ -380,20 +380,6 @@ def test_jobs_and_their_answers_count_in_the_bytes_of_their_key(folder: Path):
         assert http.post("/v1/files", files=form).status_code == 200
 
 
-def test_a_key_whose_files_take_all_bytes_has_no_job(folder: Path):
-    engine = FakeClient(Script("some words " * 200))
-    with serving(folder, engine, key_file_bytes=12_000) as http:
-        form = {"purpose": (None, "batch"), "file": ("a", b"x" * 11_000)}
-        file = http.post("/v1/files", files=form).json()["id"]
-        job = ended(http, begin(http, lengthy())["id"])
-        assert job["status"] == "failed", "it began with room for its body, but not for its answer"
-        assert job["response"]["body"]["error"]["code"] == "storage_full"
-        reply = http.post("/v1/jobs", json=asked("x" * 2_000))
-        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "storage_full")
-        http.delete(f"/v1/files/{file}")
-        assert ended(http, begin(http, lengthy())["id"])["status"] == "completed"
-
-
 def test_what_is_to_be_told_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(webhooks, "_LONG_BYTES", 50)
     monkeypatch.setattr(webhooks, "_LONG_BYTES_AT_ONCE", 150)

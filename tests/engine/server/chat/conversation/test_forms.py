@@ -232,19 +232,6 @@ def test_a_call_that_is_told_is_read_unchanged(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_forced_call_that_is_cut_leaves_no_content(form: str):
-    turns = turn_format(form)
-    use = use_of(TYPED)
-    text = turns.call_text("f", '{"text": "a <b", "array": [1, "x"]}')
-    whole = read(turns, use, [text], forced=True)
-    for length in range(len(text)):
-        cut = read(turns, use, [text[:length]], forced=True, is_cut=True)
-        assert cut.content == ""
-        for call in cut.tool_calls:
-            assert whole.tool_calls[0].arguments.startswith(call.arguments)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_a_turn_makes_as_many_calls_as_it_may(form: str):
     turns = turn_format(form)
     text = turns.calls.text

@@ -153,14 +153,6 @@ def test_llamas_text_begins_with_no_brace():
     assert not takes(grammar, '{"a": 1}') and not takes(grammar, ' {"a": 1}')
 
 
-def test_special_tokens_are_named_by_their_ids():
-    grammar = tool_grammar(
-        TurnFormat.of(TEMPLATES["mistral"]), use_of("required"), "", {"[TOOL_CALLS]": 300}
-    )
-    assert grammar is not None and '<[300]> " ["' in grammar.text
-    assert "[TOOL_CALLS]" not in grammar.text
-
-
 def test_whoever_checks_grammars_knows_all_of_the_models_tokens():
     checker = Checker(CheckerSetup(("<|a|>",), 5000))
     for number, is_known in ((4999, True), (5000, False)):
@@ -169,13 +161,6 @@ def test_whoever_checks_grammars_knows_all_of_the_models_tokens():
         )
         assert grammar is not None
         assert (checker.check(grammar).grammar is not None) == is_known
-
-
-def test_nothing_is_held_back_where_nothing_is_strict():
-    use = ToolUse.of([CLOCK], "auto", None, parallel=True)
-    assert use is not None
-    assert tool_grammar(TurnFormat.of(TEMPLATES["hermes"]), use, "", {}) is None
-    assert tool_grammar(TurnFormat.of(TEMPLATES["gemma"]), use, "", {}) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from conversations import SandboxedTemplate
 from small_templates import SMALL_TEMPLATES
 
-from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.conversation.template_abilities import (
     ChatAbilities,
     TemplateAbilities,
@@ -78,19 +77,3 @@ def test_a_template_that_renders_nothing_has_the_least_abilities_and_a_reason(te
     can = abilities(text)
     assert can.plain == TemplateAbilities() and can.with_tools is None
     assert can.refusal
-
-
-def test_a_text_that_a_template_doubles_is_not_shown():
-    can = abilities("{{ messages[0].content }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert not can.plain.system
-
-
-def test_probing_gives_up_at_the_first_message_that_fails():
-    asked: list[Any] = []
-
-    async def render(messages: Any, variables: Any) -> str:
-        asked.append(messages)
-        raise RequestError("too long")
-
-    assert asyncio.run(ChatAbilities.of(render)).refusal == "too long"
-    assert len(asked) == 2

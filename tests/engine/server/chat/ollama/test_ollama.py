@@ -69,23 +69,6 @@ def test_a_chat_with_the_official_client(client: ollama.Client):
     assert last.prompt_eval_count == whole.prompt_eval_count
 
 
-def test_a_prompt_with_the_official_client(client: ollama.Client):
-    whole = client.generate("m", "abc", system="Be brief.")
-    assert whole.response == "hé, wörld" and whole.done_reason == "stop"
-    assert whole.prompt_eval_count == len(b"system: Be brief.\nuser: abc\nassistant: ")
-    assert client.generate("m", "abc", raw=True).prompt_eval_count == 3
-    parts = list(client.generate("m", "abc", raw=True, stream=True))
-    assert "".join([part.response or "" for part in parts]) == whole.response
-
-
-async def test_the_async_client(url: str):
-    client = ollama.AsyncClient(host=url, trust_env=False)
-    whole = await client.chat("m", [USER])
-    stream = await client.chat("m", [USER], stream=True)
-    texts = [part.message.content or "" async for part in stream]
-    assert whole.message.content == "".join(texts) == "hé, wörld"
-
-
 def test_a_stream_is_what_is_sent_unless_it_is_refused():
     assert len(lines(ask(CHAT, {"messages": [USER]}))) > 2
     whole = ask(CHAT, {"messages": [USER], "stream": False})

@@ -342,14 +342,6 @@ def test_a_cancel_says_what_can_be_cancelled():
     assert reply.status == 400 and "background" in reply.error["message"]
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_the_store_is_as_large_as_the_settings_say(count: int):
-    app = make_app(responses_kept=count)
-    ids = [ask(app)["id"] for _ in range(3)]
-    statuses = [run(call(app, f"{PATH}/{id}", method="GET")).status for id in ids]
-    assert statuses.count(200) == count and statuses[0] == 404
-
-
 def test_a_tool_that_is_chosen_is_the_only_one():
     app, client = family(CALL)
     clock = TOOL | {"name": "clock"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 
-import pytest
-
 from jitney.engine.server.chat.responses.store import KeptTurn, ResponseStore
 from jitney.engine.server.http.errors import HttpError
 
@@ -36,24 +34,6 @@ def has(store: ResponseStore, tenant: str, id: str) -> bool:
     except HttpError as error:
         assert error.status == 404
         return False
-
-
-def test_a_response_is_its_tenants_alone():
-    store = ResponseStore(10, 1 << 20, 60)
-    put(store, "a", "r")
-    assert has(store, "a", "r") and not has(store, "b", "r") and not has(store, "", "r")
-    assert store.item("a", "out-r") == {"id": "out-r", "text": "x" * 10}
-    assert store.item("b", "out-r") is None and store.item("a", "nope") is None
-    store.discard("b", "r")
-    assert has(store, "a", "r")
-    store.discard("a", "r")
-    assert not has(store, "a", "r") and store.item("a", "out-r") is None and store.n_bytes == 0
-
-
-def test_what_is_not_there_is_named_and_its_field_blamed():
-    with pytest.raises(HttpError, match="no response 'r'") as raised:
-        ResponseStore(10, 1 << 20, 60).get("a", "r", "previous_response_id")
-    assert (raised.value.status, raised.value.param) == (404, "previous_response_id")
 
 
 def test_the_oldest_of_who_has_most_goes_first():
