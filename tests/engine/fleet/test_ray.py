@@ -29,7 +29,7 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.ports import free_port
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import ENGINE_MODULE
-from jitney.engine.server.http.settings import ServerSettings
+from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("JITNEY_TEST_RAY") != "1", reason="a cluster of its own: make test-ray"
