@@ -166,6 +166,11 @@ class MadeUp:
     def matrix(self, name: str) -> StoredMatrix | None:
         return self.matrices.get(name)
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of all weights in the file."""
+        return sum(map(self.bytes_of, self.targets))
+
     def bytes_of(self, target: Target) -> int:
         """Of a weight in the file."""
         total = 0

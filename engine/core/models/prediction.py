@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.hidden import Hidden
@@ -87,6 +88,11 @@ class PredictionHead(Llama):
                 linear.pack(kernels)
         for block in self.layers:
             block.pack(kernels)
+
+    def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """See `Llama.pack_shares`; the embedding is the model's."""
+        for linear in self.linears():
+            linear.pack_shares(kernels, mesh)
 
     @property
     def dtype(self) -> np.dtype:
