@@ -318,7 +318,7 @@ class Dashboard(PageRoutes):
 
     async def request(self, request: Request) -> Response | StreamingResponse:
         """One sequence in full, see `request_detail.detail`. 404 when it is not known, or not any
-        more, or is somebody else's.
+        more, or belongs to another key.
         """
         identity = Identity.of(request.scope)
         index = _Query(request).whole("index", 0, 0, REQUEST_MOST.n)

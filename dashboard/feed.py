@@ -80,7 +80,7 @@ class Feed:
         self._n_notes = 0
         #: Frames sent since the start.
         self._n_frames = 0
-        #: The newest snapshot that was sent, and its key frame once somebody needs it, by who.
+        #: The newest snapshot that was sent, and its key frame once a viewer needs it, by viewer.
         self._last: Snapshot | None = None
         self._key_frames: dict[Identity, bytes] = {}
         #: The newest frames: id, and all events that were sent with it to administrators.
@@ -139,7 +139,7 @@ class Feed:
     def _stop_sampling(self) -> None:
         if self._sampling is not None:
             self._sampling.cancel()
-        self._sampling = None  # it ends later, and whoever comes before that needs a new one
+        self._sampling = None  # it ends later, and a viewer that comes before that needs a new one
 
     def _welcome(self, last_id: str, identity: Identity) -> Viewer:
         """Hello, and then what was missed if that is known, else a key frame."""
@@ -176,7 +176,7 @@ class Feed:
         )
 
     async def _sample(self) -> None:
-        """Frames until nobody watches, or the engine is dead for good, which ends the feed."""
+        """Frames until no viewer is left, or the engine is dead for good, which ends the feed."""
         reason = "the page's feed failed; the server's log says why"
         try:
             await _Sampler(self).run()

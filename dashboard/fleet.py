@@ -1,4 +1,4 @@
-"""Several replicas at once: their pulses are taken while anybody looks, and one feed tells all
+"""Several replicas at once: their pulses are taken while there are viewers, and one feed tells all
 viewers what has changed. The fields of its events are explained here, and nowhere else.
 
 Events: "hello", "fleet" (`_FleetFrame`), "delta" (`_FleetDelta`) and "bye". Times are seconds since
@@ -43,7 +43,7 @@ _HZ = 2.0
 _MOST_BYTES_PER_S = 64_000
 #: Seconds without a change after which a frame goes out all the same.
 _HEARTBEAT_S = 1.0
-#: Seconds that replicas are watched for somebody who had a glance, and that such a one waits for
+#: Seconds that replicas are watched for a viewer that had a glance, and that such a one waits for
 #: their first words.
 _GLANCE_S, _FIRST_WORD_S = 15.0, 0.5
 #: States of replicas that say nothing.
@@ -80,7 +80,7 @@ class _Sums(TypedDict):
     #: Of them, those that take requests.
     ready: int
     seats: int
-    #: Of them, those that somebody sits in; and sequences that wait for one.
+    #: Of them, those that are taken; and sequences that wait for one.
     taken: int
     waiting: int
     #: The longest wait that a ready replica predicts, and whose it is; null without a ready one.
@@ -106,7 +106,7 @@ class _Hello(TypedDict):
     """The first event."""
 
     version: int  # _FLEET_VERSION
-    signed_in: bool  # somebody may sign out
+    signed_in: bool  # the viewer may sign out
     role: str  # "admin", or "user", who cannot open a replica's own page
     seat_states: tuple[str, ...]  # `sse.SEAT_STATES`
     seat_letters: str  # `Pulse.seat_code`
@@ -241,7 +241,7 @@ class FleetView:
                 self._stop()
 
     async def glance(self) -> None:
-        """Know how the replicas are, for somebody who does not stay; waits a moment for those that
+        """Know how the replicas are, for a viewer that does not stay; waits a moment for those that
         were not heard of yet.
         """
         self.look_for_replicas()
@@ -343,7 +343,7 @@ class FleetView:
         return price_of(self.price_per_hour * len(members), useful)
 
     async def _tell(self) -> None:
-        """Frames until nobody looks. The pause after each is as long as its bytes are worth."""
+        """Frames until no viewer is left; the pause after each grows with its bytes."""
         try:
             while True:
                 n_bytes = self._tell_once()

@@ -53,7 +53,7 @@ class Card(TypedDict):
     model: str
     #: `Pulse.seat_code`, one a seat.
     seats: str
-    #: Of them, those that somebody sits in; and sequences that wait for one.
+    #: Of them, those that are taken; and sequences that wait for one.
     taken: int
     waiting: int
     #: What a request that came now should wait; null unless it is ready.
@@ -114,7 +114,7 @@ class _Totals(NamedTuple):
     #: Tokens written, and prompt tokens computed.
     output: int
     prompt: int
-    #: Rows that were of use to somebody.
+    #: Useful rows.
     useful: int
     #: Sequences that boarded, and prompt tokens found in the prefix cache.
     boarded: int

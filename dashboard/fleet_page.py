@@ -50,7 +50,7 @@ class FleetPage(PageRoutes):
     """The page of all replicas. settings.api_keys: what visitors of this page must know.
 
     A replica answers to our key, which may be an administrator's; so its own page is for
-    administrators here. What the fleet's page shows is in nobody's name.
+    administrators here. The fleet's page asks in no client's name.
     """
 
     index = "fleet.html"
@@ -186,7 +186,7 @@ class FleetPage(PageRoutes):
 
 def _member(fleet: FleetView, scope: Scope) -> Member:
     """The replica of a request's path. Raises HttpError 404."""
-    # Nobody may have looked at the page before, who would have found this one.
+    # This may be the first look at the page.
     fleet.look_for_replicas()
     member = fleet.members.get(scope["path_params"]["name"])
     if member is None:

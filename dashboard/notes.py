@@ -76,8 +76,8 @@ TROUBLES = {
 
 
 class Notes:
-    """Finds notes of one engine for all that show or keep them. Each note is found once, whoever
-    has it look. `kept`: the newest, oldest first.
+    """Finds notes of one engine for all that show or keep them, each once. `kept`: the newest,
+    oldest first.
     """
 
     def __init__(self, client: EngineClient) -> None:

@@ -98,7 +98,7 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Total tokens: prompt tokens computed, and output tokens.
     prompt_tokens: _Count = 0
     output_tokens: _Count = 0
-    #: Total rows that were of use to somebody, see `row_kinds`.
+    #: Total useful rows, see `row_kinds`.
     useful_rows: _Count = 0
     #: Total sequences that boarded, and prompt tokens that were found in the prefix cache.
     boarded: _Count = 0
@@ -120,7 +120,7 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def taken(self) -> int:
-        """Seats taken. While somebody waits, a seat that was left a moment ago is as good as
+        """Seats taken. While requests wait, a seat that was left a moment ago is as good as
         taken.
         """
         seated = len(self.seats) - self.seats.count(_FREE)
@@ -192,7 +192,7 @@ def _loading(client: EngineClient) -> _Loading | None:
 
 
 class Pulses:
-    """The pulses of one engine, for as long as anybody takes them; lives on one asyncio loop."""
+    """The pulses of one engine, for as long as they are read; lives on one asyncio loop."""
 
     def __init__(self, client: EngineClient, max_viewers: int = Viewer.most):
         self.client = client
@@ -225,7 +225,7 @@ class Pulses:
         return sse.encode("pulse", pulse)
 
     async def _beat(self) -> None:
-        """Until nobody looks."""
+        """Until no viewer is left."""
         reason = "the pulse failed; the server's log says why"
         try:
             await self._send_changes()

@@ -23,7 +23,7 @@ _ENDED = sse.bye("the engine's feed ended")
 
 
 class Relay:
-    """Passes an engine's events on, byte for byte. Whoever joins gets what came since the newest
+    """Passes an engine's events on, byte for byte. A new viewer gets what came since the newest
     key frame.
     """
 
@@ -39,7 +39,7 @@ class Relay:
 
     @contextmanager
     def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
-        """A viewer for as long as the block runs; last_id does not matter here, and everybody sees
+        """A viewer for as long as the block runs; last_id does not matter here, and all viewers see
         what the engine shows to our key. Raises TooManyViewers.
         """
         if len(self._viewers) >= self._max_viewers:

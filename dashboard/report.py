@@ -136,7 +136,7 @@ def _kernels_out(names: Sequence[str]) -> str:
 
 def _headline(client: EngineClient) -> str:
     seats, n_waiting = client.history.seats, client.history.n_waiting
-    waiting = f"{n_waiting} waiting" if n_waiting else "nobody waits"
+    waiting = f"{n_waiting} waiting" if n_waiting else "none waiting"
     return f"{len(seats) - seats.count(None)} of {len(seats)} seats taken, {waiting}"
 
 

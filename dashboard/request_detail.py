@@ -197,7 +197,7 @@ def _sitters(
     history: History, request: RequestRecord, identity: Identity
 ) -> Generator[None, None, list[JsonDict]]:
     """The newest sequences that sat, while a sequence waited, in the seat in which it boarded; to:
-    when each left. An empty `request`: somebody else's.
+    when each left. An empty `request`: of another client.
     """
     if not request.stays:
         return []

@@ -29,7 +29,7 @@ class Sessions:
     """Open sessions, in memory alone: a restart of the server ends them all, and so does the
     removal of their key.
 
-    keys: without any, everybody may look. clock: seconds.
+    keys: without any, every client may look. clock: seconds.
     """
 
     def __init__(self, keys: ApiKeys, clock: _Clock = time.monotonic):
@@ -40,7 +40,7 @@ class Sessions:
 
     @property
     def needed(self) -> bool:
-        """False where everybody may look."""
+        """False where every client may look."""
         return self.keys.needed
 
     def open(self, identity: Identity) -> str:
@@ -66,14 +66,14 @@ class Sessions:
         return self.keys.current(identity) if self._clock() < end else NOBODY
 
     def begin(self, identity: Identity, request: Request, response: Response) -> None:
-        """A new session for whoever sent the request, in a cookie that scripts cannot read and
+        """A new session for the sender of the request, in a cookie that scripts cannot read and
         other sites cannot send.
         """
         session = self.open(identity)
         response.set_cookie(_COOKIE, session, max_age=_LIFETIME_S, **_cookie_of(request))
 
     def end(self, request: Request, response: Response) -> None:
-        """No session any more for whoever sent the request."""
+        """End the session of the request's sender."""
         self.close(request.cookies.get(_COOKIE))
         response.delete_cookie(_COOKIE, **_cookie_of(request))
 

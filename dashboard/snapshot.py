@@ -44,7 +44,7 @@ class _SeatColumns:
 
     #: uint8[S]: the place in SEAT_STATES.
     state: np.ndarray
-    #: S request ids, None for nobody.
+    #: S request ids, None for a free seat.
     requests: list[str | None]
     #: int64[len(SEAT_NUMBERS), S].
     numbers: np.ndarray
@@ -166,7 +166,7 @@ class Snapshot:
         return snapshot
 
     def key_frame(self, page_size: int, view: View | None = None) -> KeyFrame:
-        """All of it that somebody may see. page_size: tokens of a KV page; view: None for
+        """All of it that a viewer may see. page_size: tokens of a KV page; view: None for
         everything.
         """
         seats = self.seats
@@ -210,7 +210,7 @@ class Snapshot:
 
 
 def _shown(seats: _SeatColumns, view: View | None) -> _SeatColumns:
-    """The seats as somebody may see them."""
+    """The seats as a viewer may see them."""
     if view is None or view.identity.is_admin:
         return seats
     requests = list(seats.requests)

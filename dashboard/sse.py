@@ -71,7 +71,7 @@ class SeatLists(TypedDict):
     """All S seats; each list has an entry a seat."""
 
     state: str  # base64 of uint8[S]: the place in SEAT_STATES
-    request: list[str | None]  # the request id, null for nobody
+    request: list[str | None]  # the request id, null for a free seat
     index: list[int]  # this and the next four: SEAT_NUMBERS
     n_prompt: list[int]
     n_computed: list[int]

@@ -73,7 +73,7 @@ def record_columns(history: History, after: int, until: int, now: float) -> Work
 
 
 def own_columns(history: History, after: int, until: int, now: float, identity: Identity) -> Work:
-    """As `record_columns`, for somebody who is no administrator: the rows of its own requests, in
+    """As `record_columns`, for a viewer who is no administrator: the rows of its own requests, in
     the steps in which it had any, and totals of all steps that are kept, whosever they were.
     """
     kept = yield from _copied(history, -1, history.records.last_step)
@@ -178,7 +178,7 @@ class Window:
         """
         history = self.history
         if not identity.is_admin:
-            # A bin of one step would tell everybody's rows in it.
+            # A bin of one step would tell the rows of all requests in it.
             bins = max(1, min(bins, round(self.end - self.start)))
         stays = yield from self.stays()
         left_out = max(0, len(stays) - _MAX_STAYS)

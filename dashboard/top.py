@@ -491,7 +491,7 @@ def _is_right(proof: JsonDict) -> bool:
 
 
 def _headline(replica: ReplicaView) -> str:
-    """Is it full, and does anybody wait?"""
+    """Seats taken, and requests that wait."""
     if replica.seats is None:
         return _loading(replica)
     seats, taken = len(replica.seats), sum(seat.state != "free" for seat in replica.seats)
@@ -502,7 +502,7 @@ def _headline(replica: ReplicaView) -> str:
 
 
 def _queue(waiting: int) -> str:
-    return f"{waiting} waiting" if waiting else "nobody waits"
+    return f"{waiting} waiting" if waiting else "none waiting"
 
 
 def _loading(replica: ReplicaView) -> str:

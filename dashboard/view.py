@@ -12,7 +12,7 @@ from jitney.engine.common.history import History
 from jitney.engine.common.messages import SequenceEvent
 from jitney.engine.server import Identity
 
-#: A seat's numbers where they are nobody else's business.
+#: A seat's numbers where the viewer may not see them.
 _NO_NUMBERS = (0,) * len(SEAT_NUMBERS)
 
 
@@ -24,7 +24,7 @@ class View:
         self.identity = identity
 
     def shows(self, request_id: str | None, index: int) -> bool:
-        """Whether they may know of this sequence. What is not known any more may be anybody's."""
+        """Whether they may know of this sequence; one that is forgotten may be of any client."""
         if self.identity.is_admin:
             return True
         record = self.history.find(request_id, index) if request_id is not None else None

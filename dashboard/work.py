@@ -26,7 +26,7 @@ class WorkList:
         self._tasks = tasks
 
     async def listing(self, identity: Identity) -> JsonDict:
-        """The newest batches, jobs and files that somebody may see. Times are seconds since 1970.
+        """The newest batches, jobs and files that a viewer may see. Times are seconds since 1970.
         Raises StoreUnavailable.
         """
         now = time.time()
@@ -50,7 +50,7 @@ class WorkList:
 
 
 def adapters(history: History, names: dict[str, int], identity: Identity) -> list[JsonDict]:
-    """The served adapters with the sequences that somebody may see: how many use each now, and in
+    """The served adapters with the sequences that a viewer may see: how many use each now, and in
     the last minutes.
 
     names: adapter -> number.

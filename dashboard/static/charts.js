@@ -13,7 +13,7 @@ const ENDS = [
 ];
 /** Ends that gave the client what it asked for; shown even where there were none. */
 const SERVED = ["stop", "length"];
-/** Lines of what is only known where somebody boarded or spoke. */
+/** Lines of what is only known where sequences boarded or wrote. */
 const CONNECTED = new Set(["wait for a seat", "first token", "between tokens"]);
 const CONFIG = {displayModeBar: false, responsive: true};
 const EVERY_MS = 1000;

@@ -116,7 +116,7 @@ export class Engine {
     if (frame.seats) {
       this.seats = Seats.from(frame.seats);
     } else if (GONE.includes(frame.state)) {
-      this.seats = null; // whoever sat in an engine that is gone sits nowhere
+      this.seats = null; // an engine that is gone has no taken seats
       this.pages = null;
     }
     if (frame.pages) {
@@ -169,7 +169,7 @@ export class Engine {
     return seats;
   }
 
-  /** Seats that somebody sits in. */
+  /** Seats that are taken. */
   get taken() {
     if (!this.seats) {
       return this.frame?.metrics.seats_busy ?? 0;

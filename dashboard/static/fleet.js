@@ -134,13 +134,13 @@ function draw(now) {
   }
 }
 
-/** Is it full, who waits, and is everybody there? */
+/** Seats taken, requests that wait, and replicas that are missing. */
 function headline({replicas: all, ready, seats, taken, waiting}) {
   if (all && !ready) {
     return all === 1 ? "The only replica is not ready" : `None of ${count(all)} replicas is ready`;
   }
   const there = ready === all ? `All ${count(all)} replicas ready` : `${count(ready)} of ${count(all)} replicas ready`;
-  const queue = waiting ? `, ${count(waiting)} waiting` : ", nobody waits";
+  const queue = waiting ? `, ${count(waiting)} waiting` : ", none waiting";
   return `${there}, ${count(taken)} of ${count(seats)} seats taken${queue}`;
 }
 

@@ -188,7 +188,7 @@ export class History {
     }
   }
 
-  /** Whether somebody waited in a second, and whether prompts were read meanwhile. A step counts in the second in which
+  /** Whether requests waited in a second, and whether prompts were read meanwhile. A step counts in the second in which
    *  it is done: where none was, the next one tells what went on; of what is not known, neither. */
   waits(second) {
     const bin = this.bins.get(second);

@@ -3,7 +3,7 @@
 import {heading, mark, say} from "./dom.js";
 import {ask} from "./feed.js";
 
-/** One of the engine's answers, asked for again every `every` milliseconds while somebody can see it. */
+/** One of the engine's answers, asked for again every `every` milliseconds while it is visible. */
 export class Polled {
   /** base(): the path before the engine's own; note: tells what went wrong; show(answer). */
   constructor(base, path, {note, show, every = 2000}) {

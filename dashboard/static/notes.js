@@ -1,5 +1,5 @@
 // What the engine had to say: compiles while serving, outages, preemption storms, refusals. All of it stands in the
-// notes; on the first screen stands what nobody has marked as seen yet.
+// notes; on the first screen stands what is not marked as seen yet.
 
 import {$, make, say} from "./dom.js";
 import {ago} from "./status.js";
@@ -36,7 +36,7 @@ function noteLine(note, t) {
   );
 }
 
-/** The incidents on the first screen: each stays, and tells how it goes on, until somebody marks it as seen. */
+/** The incidents on the first screen: each stays, and tells how it goes on, until it is marked as seen. */
 export class Incidents {
   constructor() {
     this.element = $("incidents");

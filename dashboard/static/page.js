@@ -30,7 +30,7 @@ import {Work} from "./work.js";
 
 /** Milliseconds between two pictures for those who want little to move. */
 const STILL_MS = 950;
-/** Milliseconds that seats must be free while somebody waits until it is worth a word: each boarding takes a moment. */
+/** Milliseconds that seats must be free while requests wait until it is worth a word: each boarding takes a moment. */
 const IDLE_MS = 1000;
 /** Height of a seat's row, CSS pixels, where there are few seats. */
 const HIGHEST_ROW = 72;
@@ -88,7 +88,7 @@ const programs = new Programs(() => watcher.base);
 const settings = new Settings(() => watcher.base);
 let timeline = null;
 
-/** Somebody wants to know more of a sequence: its detail, and its stays framed. */
+/** A viewer opens a sequence: its detail, and its stays framed. */
 function pick(request, index) {
   timeline.chosen = request;
   drawer.open(request, index);
@@ -234,7 +234,7 @@ const chartMoment = () => ({
 const counted = (name) =>
   moment.state.reduce((all, state) => all + (moment.states[state] === name), 0);
 
-/** Seats taken now. While somebody waits, a seat that was left a moment ago is as good as taken: the step's own count
+/** Seats taken now. While requests wait, a seat that was left a moment ago is as good as taken: the step's own count
  *  tells better how full the engine is. null: there is no engine. */
 function taken() {
   if (view.isOld) {
@@ -280,7 +280,7 @@ function showBand() {
   band.show(figures, history, {t: then ?? t, newest: t, reach: view.reach});
 }
 
-/** Why seats are free while somebody waits, now. */
+/** Why seats are free while requests wait, now. */
 function idleReason(now) {
   const {engine} = watcher;
   const free = past() || moment.gone ? 0 : now.seats - now.taken;
@@ -472,9 +472,9 @@ legend($("seat-legend"), seatLegend);
 legend($("time-legend"), [
   ["stays", "one sequence, generating"],
   ["stays-read", "reading its prompt"],
-  ["idle", "idle, nobody waits"],
+  ["idle", "idle, none waiting"],
   ["idle-read", "free while prompts are read"],
-  ["idle-waste", "idle while somebody waits: waste"],
+  ["idle-waste", "idle while requests wait: waste"],
   ["unknown", "not known"],
 ]);
 setUpBar(view, step);

@@ -86,7 +86,7 @@ export class QueueList {
    *  reader. live: false while a moment of the past is shown, of which only the count is known. */
   show(waiting, {count, now, predicted, mine, live}) {
     const newcomer = live && predicted ? `; a new request should wait ${seconds(predicted)}` : "";
-    say(this.text, (count ? `${count.toLocaleString("en")} waiting` : "nobody waits") + newcomer);
+    say(this.text, (count ? `${count.toLocaleString("en")} waiting` : "none waiting") + newcomer);
     // The core counts those that it has admitted: no more are listed, though more may be on their way to it.
     const fits = live ? Math.min(count, Math.max(1, Math.floor(this.high / LINE))) : 0;
     const shown = [...waiting.since.values()].slice(0, fits);

@@ -10,7 +10,7 @@ const APART = 1;
 const QUIET = 0.62;
 /** Seconds before the last painting that may still change: an end is heard of a little after it. */
 const UNSETTLED_S = 1.2;
-/** Kinds of idle seats: nobody waits; somebody waits, and prompts are read; somebody waits, and nothing is in the way;
+/** Kinds of idle seats: none waiting; requests wait, and prompts are read; requests wait, and nothing is in the way;
  *  nothing is known of that second. */
 export const IDLE = 0;
 export const WHILE_READING = 1;
@@ -48,7 +48,7 @@ export class Raster {
   }
 
   /** Make the pixels show `stays` in [right - span, right] seconds of the engine's clock, which is at `now`.
-   *  row: pixels a seat. idleKind(second): of the idle seats of a second; null: nobody waits. Another `key` says that
+   *  row: pixels a seat. idleKind(second): of the idle seats of a second; null: none waiting. Another `key` says that
    *  stays of the past have changed. */
   paint(stays, {right, span, row, seats, now, key, idleKind = null}) {
     const scale = this.width / span;
@@ -94,7 +94,7 @@ export class Raster {
     });
   }
 
-  /** Idle seats from `known` on; before it nobody looked, which is not the same. kinds: by column. */
+  /** Idle seats from `known` on; before it nothing was recorded, which is not the same. kinds: by column. */
   paintIdle(start, known, {left, row, seats, kinds}) {
     for (let y = 0; y < this.height; y++) {
       const line = y * this.width;

@@ -110,7 +110,7 @@ export class Requests {
     return cell;
   }
 
-  /** Ask for the rows again if it is time and somebody can see them. */
+  /** Ask for the rows again if it is time and they are visible. */
   frame(still, live) {
     const now = performance.now();
     const seen = this.visible(this.element.parentElement);

@@ -125,7 +125,7 @@ function ruleInWords({rule, confidence}) {
   const back = `Once a whole interval lies in the field that is worse than allowed, ${who(rule.roll_back)} rolls the candidate back`;
   const after = rule.promote === "rule" ? ` and ${count(rule.min_requests)} requests are answered` : "";
   const on = `once all of them lie outside${after}, ${who(rule.promote)} promotes it`;
-  return `${back}; ${on}. All intervals together hold at all times with ${percent(confidence, 1)}, however often somebody looks.`;
+  return `${back}; ${on}. All intervals together hold at all times with ${percent(confidence, 1)}, however often one looks.`;
 }
 
 function decisionInWords({decision}) {
@@ -138,7 +138,7 @@ function decisionInWords({decision}) {
 }
 
 class Comparison {
-  /** choose(report, action): somebody wants that. */
+  /** choose(report, action): the viewer chose it. */
   constructor(report, choose) {
     this.word = make("span", {class: "pill"});
     this.share = make("p", {class: "sub"});

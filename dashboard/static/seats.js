@@ -42,9 +42,9 @@ export const goneMoment = (engine) => ({...emptyMoment(engine.seatCount, GONE), 
 /** All seats in the first of the states. */
 function emptyMoment(count, states) {
   const none = () => 0;
-  const nobody = () => null;
+  const free = () => null;
   const state = new Uint8Array(count);
-  return {count, states, state, request: nobody, index: none, reached: none, end: none};
+  return {count, states, state, request: free, index: none, reached: none, end: none};
 }
 
 export class SeatGrid {

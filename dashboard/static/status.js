@@ -47,7 +47,7 @@ export function headline(frame, now) {
     return loading(frame.progress);
   }
   if (frame.state === "sleeping") {
-    return "Asleep: its memory is free until somebody wakes it";
+    return "Asleep: its memory is free until it is woken";
   }
   const policy = now.policy ? `, ${now.policy}` : "";
   const when = now.ago > 0.05 ? ` (${ago(now.ago)})` : "";
@@ -76,7 +76,7 @@ function queueInWords(waiting) {
   if (waiting === null) {
     return "";
   }
-  return waiting ? `, ${count(waiting)} waiting` : ", nobody waits";
+  return waiting ? `, ${count(waiting)} waiting` : ", none waiting";
 }
 
 export function ago(value) {

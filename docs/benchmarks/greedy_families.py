@@ -6,8 +6,9 @@ tokens each, in float32, with every kernel set that runs here.
 
 The models are the tiny random ones of tests/support/make_reference_logits.py with a longer context.
 Tokens of an answer are compared up to the first at which transformers' best two are within 1e-3:
-either may follow a tie. `compare` writes greedy_families.json, case by case; a quarter of an hour
-each on two cores.
+either may follow a tie. LongRoPE is compared on prompts longer than the original context, since the
+engine uses one set of frequencies for all texts and transformers changes it on the way. `compare`
+writes greedy_families.json, case by case; a quarter of an hour each on two cores.
 """
 
 from __future__ import annotations
@@ -101,7 +102,10 @@ def compared(case: dict, folder: str, kernels: str) -> dict:
     llm.close()
     compared = equal = 0
     largest = 0.0
-    for output, answer in zip(outputs, case["answers"], strict=True):
+    original = case["config"].get("original_max_position_embeddings", 0)
+    for length, output, answer in zip(LENGTHS, outputs, case["answers"], strict=True):
+        if length <= original:
+            continue
         sure = next((i for i, margin in enumerate(answer["margins"]) if margin < TIE), COUNT)
         own = output.outputs[0]
         same = np.array(own.token_ids[:sure]) == np.array(answer["tokens"][:sure])
@@ -116,7 +120,7 @@ def compare(file: Path, names: list[str]) -> None:
     import sys
 
     sys.path.insert(0, str(SUPPORT))
-    from reference_logits import weights_of, write_folder
+    from reference_logits import as_stored, weights_of, write_folder
 
     from jitney.engine.common.machine import cpu_name
 
@@ -126,7 +130,7 @@ def compare(file: Path, names: list[str]) -> None:
     for name in names or references:
         case = references[name]
         with tempfile.TemporaryDirectory() as folder:
-            path = write_folder(Path(folder) / name, case["config"], weights_of(case))
+            path = write_folder(Path(folder) / name, case["config"], as_stored(weights_of(case)))
             rows = [compared(case, path, kernels) for kernels in ("auto", "reference")]
         results["cases"][name] = rows
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

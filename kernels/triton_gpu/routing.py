@@ -35,7 +35,7 @@ def _of_best_clusters(
         total = 0.0
         for _ in tl.static_range(BEST):
             best = tl.max(left, 0)
-            total += best
+            total += best  # pyright: ignore[reportOperatorIssue]
             first = tl.min(tl.where(left >= best, experts, CLUSTERS * SIZE), 0)
             left = tl.where(experts == first, float("-inf"), left)
         sums = tl.where(own == cluster, total, sums)

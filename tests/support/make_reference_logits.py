@@ -746,7 +746,7 @@ def made(name: str, prefix: str, settings: dict) -> tuple:
         shapes = {
             key.replace(text, "model.", 1): tensor.shape
             for key, tensor in load_file(file).items()
-            if key.startswith((text, "lm_head."))
+            if prefix not in TOWERS or key.startswith((text, "lm_head."))
         }
         options = {"attn_implementation": "eager"}
         if name in MXFP4:
