@@ -125,21 +125,21 @@ def compare(file: Path, names: list[str]) -> None:
     from jitney.engine.common.machine import cpu_name
 
     references = json.loads(file.read_text())
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cases": {}}
-    results |= {"cpu": cpu_name(), "date": time.strftime("%Y-%m-%d")}
+    cases = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
+    about = {"cpu": cpu_name(), "date": time.strftime("%Y-%m-%d")}
     for name in names or references:
         case = references[name]
         with tempfile.TemporaryDirectory() as folder:
             path = write_folder(Path(folder) / name, case["config"], as_stored(weights_of(case)))
             rows = [compared(case, path, kernels) for kernels in ("auto", "reference")]
-        results["cases"][name] = rows
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        cases[name] = rows
+        RESULTS.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
         for row in rows:
             print(f"{name}: {row}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Greedy answers beside those of transformers.")
     parser.add_argument("what", choices=("reference", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("cases", nargs="*")
