@@ -58,7 +58,7 @@ _FIGURES = """() => {
 
 
 #: The figures that a loaded engine always has are on the screen.
-_ALL_LIVE = """() => document.body.dataset.state === "live"
+_ALL_LIVE = """() => document.body?.dataset.state === "live"
     && [...document.querySelectorAll("#figures .value")].slice(0, 5)
         .every((one) => one.textContent !== "–")"""
 
