@@ -265,7 +265,7 @@ def assumptions_of(roofline: Roofline) -> Iterator[str]:
     )
     yield (
         f"{cost.parameters / 1e9:.2f} G parameters; embedding (and a head tied to it) stay 16 bit; "
-        "attention over the whole context, in every layer"
+        "each layer attends to the whole context or its window"
     )
     yield from _narrow(roofline)
     if roofline.count > 1:
