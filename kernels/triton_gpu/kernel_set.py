@@ -181,43 +181,15 @@ class TritonKernels:
         eps: float,
     ) -> tuple[jax.Array, DeltaState]:
         """`delta_net` where row s is sequence s."""
-        n_slots, n_heads, dim, width = state.memory.shape
+        _, n_heads, dim, width = state.memory.shape
         n_taps, channels = state.taps.shape[1:]
-        n_seqs, columns = len(x), _power_of_two(width)
-        block = min(columns, _DELTA_COLUMNS)
-        where = sequences.stops, sequences.reads, sequences.writes, sequences.starts
-        shared = {
-            "X": x.shape[1],
-            "C": channels,
-            "W": n_taps,
-            "H": n_heads,
-            "V": width,
-            "M": n_slots,
-        }
-        memory = jax.new_ref(state.memory)
-        read, again = self.launch(
+        read, again, memory = self._pass_row(
             delta_net.pass_row,
-            x,
-            _in_one_piece(rates),
-            *weights[:3],
-            state.taps,
-            state.lengths,
-            *where,
-            memory,
-            out=(
-                jax.ShapeDtypeStruct((n_seqs, n_heads, width), jnp.float32),
-                jax.ShapeDtypeStruct((n_seqs,), jnp.int32),
-            ),
-            grid=(n_seqs, n_heads, -(-width // block)),
-            warps=4,
-            stages=1,
-            G=(channels - n_heads * width) // (2 * dim),
-            D=dim,
-            DIMS=_power_of_two(dim),
-            COLUMNS=block,
+            [x, _in_one_piece(rates), *weights[:3]],
+            state,
+            sequences,
             SCALE=dim**-0.5,
             NORM_EPS=plain_delta_net.NORM_EPS,
-            **shared,
         )
         taps, lengths = jax.new_ref(state.taps), jax.new_ref(state.lengths)
         o = self.launch(
@@ -226,20 +198,64 @@ class TritonKernels:
             read,
             weights.norm,
             again,
-            *where,
+            *_places(sequences),
             taps,
             lengths,
-            out=jax.ShapeDtypeStruct((n_seqs, n_heads * width), x.dtype),
-            grid=(n_seqs, n_heads),
+            out=jax.ShapeDtypeStruct((len(x), n_heads * width), x.dtype),
+            grid=(len(x), n_heads),
             warps=4,
             stages=1,
-            COLUMNS=columns,
+            H=n_heads,
+            V=width,
+            COLUMNS=_power_of_two(width),
             TAPS=_power_of_two(n_taps),
             CHANNELS=_power_of_two(-(-channels // n_heads)),
             EPS=float(eps),
-            **shared,
+            **_row_sizes(x, state),
         )
         return o, DeltaState(*map(jax.freeze, (taps, memory, lengths)))
+
+    def _pass_row(
+        self,
+        kernel: Any,
+        inputs: list[jax.Array],
+        state: DeltaState,
+        sequences: DeltaSequences,
+        **own: Any,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Launch `delta_net.pass_row` or `pass_mamba_row` -> (what is read, float32 [T, H, V];
+        which rows are in the state already, int32 [T]; a reference to the new memory).
+
+        inputs: the rows, and what else the kernel reads before the state. own: constants that only
+        this kernel has.
+        """
+        _, n_heads, dim, width = state.memory.shape
+        n_seqs, block = len(inputs[0]), min(_power_of_two(width), _DELTA_COLUMNS)
+        memory = jax.new_ref(state.memory)
+        read, again = self.launch(
+            kernel,
+            *inputs,
+            state.taps,
+            state.lengths,
+            *_places(sequences),
+            memory,
+            out=(
+                jax.ShapeDtypeStruct((n_seqs, n_heads, width), jnp.float32),
+                jax.ShapeDtypeStruct((n_seqs,), jnp.int32),
+            ),
+            grid=(n_seqs, n_heads, -(-width // block)),
+            warps=4,
+            stages=1,
+            G=(state.taps.shape[2] - n_heads * width) // (2 * dim),
+            H=n_heads,
+            D=dim,
+            V=width,
+            DIMS=_power_of_two(dim),
+            COLUMNS=block,
+            **_row_sizes(inputs[0], state),
+            **own,
+        )
+        return read, again, memory
 
     def mamba(
         self,
@@ -254,57 +270,32 @@ class TritonKernels:
         sequences = DeltaSequences.of(meta, state.lengths)
         if not _rows_are_sequences(len(x), sequences, meta):
             return plain_mamba.mamba(x, weights, state, meta, limits=limits, recur=self.recur)
-        n_slots, n_heads, dim, width = state.memory.shape
         n_taps, channels = state.taps.shape[1:]
-        n_seqs, block = len(x), min(_power_of_two(width), _DELTA_COLUMNS)
-        where = sequences.stops, sequences.reads, sequences.writes, sequences.starts
-        shared = {"X": x.shape[1], "C": channels, "W": n_taps, "M": n_slots}
-        memory = jax.new_ref(state.memory)
-        read, again = self.launch(
+        bias = weights.taps if weights.taps_bias is None else weights.taps_bias  # unread then
+        read, again, memory = self._pass_row(
             delta_net.pass_mamba_row,
-            x,
-            weights.taps,
-            weights.taps if weights.taps_bias is None else weights.taps_bias,  # unread then
-            weights.log_decay,
-            weights.rate_bias,
-            weights.skip,
-            state.taps,
-            state.lengths,
-            *where,
-            memory,
-            out=(
-                jax.ShapeDtypeStruct((n_seqs, n_heads, width), jnp.float32),
-                jax.ShapeDtypeStruct((n_seqs,), jnp.int32),
-            ),
-            grid=(n_seqs, n_heads, -(-width // block)),
-            warps=4,
-            stages=1,
-            G=(channels - n_heads * width) // (2 * dim),
-            H=n_heads,
-            D=dim,
-            V=width,
-            DIMS=_power_of_two(dim),
-            COLUMNS=block,
+            [x, weights.taps, bias, weights.log_decay, weights.rate_bias, weights.skip],
+            state,
+            sequences,
             BIASED=weights.taps_bias is not None,
             SHORTEST=float(limits[0]),
             LONGEST=min(float(limits[1]), float(jnp.finfo(jnp.float32).max)),
-            **shared,
         )
         taps, lengths = jax.new_ref(state.taps), jax.new_ref(state.lengths)
         self.launch(
             delta_net.keep_row,
             x,
             again,
-            *where,
+            *_places(sequences),
             taps,
             lengths,
             out=(),
-            grid=(n_seqs, -(-channels // _KEPT_CHANNELS)),
+            grid=(len(x), -(-channels // _KEPT_CHANNELS)),
             warps=4,
             stages=1,
             TAPS=_power_of_two(n_taps),
             CHANNELS=_KEPT_CHANNELS,
-            **shared,
+            **_row_sizes(x, state),
         )
         return read, DeltaState(*map(jax.freeze, (taps, memory, lengths)))
 
@@ -848,6 +839,17 @@ def _splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
         "SPLITS": splits,
         "DOUBLINGS": doublings,
     }
+
+
+def _places(sequences: DeltaSequences) -> tuple[jax.Array, ...]:
+    """Where kernels of a decode row find and keep the state, in the order of their parameters."""
+    return sequences.stops, sequences.reads, sequences.writes, sequences.starts
+
+
+def _row_sizes(x: jax.Array, state: DeltaState) -> dict[str, int]:
+    """Constants that all kernels of a decode row have; see `delta_net.pass_row`."""
+    n_slots, n_taps, channels = state.taps.shape
+    return {"X": x.shape[1], "C": channels, "W": n_taps, "M": n_slots}
 
 
 def _rows_are_sequences(n_rows: int, sequences: DeltaSequences, meta: AttentionMeta) -> bool:

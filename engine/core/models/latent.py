@@ -71,11 +71,11 @@ class _HeadMatrices(nnx.Module):
     def __call__(self, x: Array, kernels: Kernels) -> Array:
         """x [T, H, I] -> [T, H, O] in x's dtype, summed in float32."""
         matrices = self._apart
-        if len(x) == 1 and not kernels.takes_one_of:
-            # A GPU's XLA multiplies one row without adding up, and writes that out as float32: a
-            # second row, of zeros, makes it an ordinary product.
-            return self(jnp.pad(x, ((0, 1), (0, 0), (0, 0))), kernels)[:1]
         if not kernels.takes_one_of:
+            if len(x) == 1:
+                # A GPU's XLA multiplies one row without adding up, and writes that out as float32:
+                # a second row, of zeros, makes it an ordinary product.
+                return self(jnp.pad(x, ((0, 1), (0, 0), (0, 0))), kernels)[:1]
             return jnp.einsum(
                 "thi,hio->tho", x, matrices, preferred_element_type=jnp.float32
             ).astype(x.dtype)
