@@ -245,8 +245,8 @@ class Dashboard(PageRoutes):
         return to_json({"now": now, "bins": await self.history_log.bins(start, end, bins)})
 
     async def stays(self, request: Request) -> StreamingResponse:
-        """Who sat where at a time of the history of hours, at most ten minutes, as /timeline has
-        it. 404 where no history is kept.
+        """The stays in seats at a time of the history of hours, at most ten minutes, as /timeline
+        has them. 404 where no history is kept.
         """
         query, now = _Query(request), time.monotonic()
         end = min(now, query.seconds("to", now))

@@ -111,7 +111,7 @@ class Feed:
                 self._stop_sampling()
 
     async def first_events(self, identity: Identity) -> list[bytes]:
-        """What a new viewer gets, up to the first key frame. Raises TooManyViewers."""
+        """The events that a new viewer gets, up to the first key frame. Raises TooManyViewers."""
         events: list[bytes] = []
         with self.viewer(identity=identity) as viewer:
             async for event in viewer:

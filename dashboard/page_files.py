@@ -62,6 +62,8 @@ class PageFiles(StaticFiles):
         #: By path below the assets. They are sent without a thread: beside a hundred streams each
         #: of the page's files would wait for one 50 ms.
         self._compressed: dict[str, _Compressed] = {}
+        #: By path of a bundle, the modules in it.
+        self._modules: dict[str, list[str]] = {}
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
         if path == _PLOTLY:
@@ -90,11 +92,10 @@ class PageFiles(StaticFiles):
 
     def _bundle(self, path: str, entry: str, scope: Scope) -> Response:
         """The script of a module and of all that it imports."""
-        modules = _in_order(entry)
-        changed = max((_STATIC / name).stat().st_mtime_ns for name in modules)
         kept = self._compressed.get(path)
-        if kept is None or kept.changed_ns != changed:
-            text = _script(modules)
+        if kept is None or kept.changed_ns != _newest(self._modules[path]):
+            modules = self._modules[path] = _in_order(entry)
+            changed, text = _newest(modules), _script(modules)
             headers = {
                 "etag": f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"',
                 "cache-control": "no-cache",
@@ -166,6 +167,11 @@ async def _document(name: str, first: FirstData | None) -> AsyncGenerator[bytes]
         data = (await first()).replace(b"<", b"\\u003c")
         yield b'<script id="first" type="application/json">' + data + b"</script>\n"
     yield (end + rest).encode()
+
+
+def _newest(modules: list[str]) -> int:
+    """When the last of them was changed, ns."""
+    return max((_STATIC / name).stat().st_mtime_ns for name in modules)
 
 
 def _in_order(entry: str) -> list[str]:
