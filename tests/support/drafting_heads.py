@@ -163,12 +163,10 @@ def answers(llm: LLM, params: Any, prompts: list[list[int]] = PROMPTS) -> list[A
     return outputs
 
 
-def check_few_pages(expected: list[Any], llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences lose their pages, and a prompt comes again alone, behind pages that are found; the
-    memory is given back meanwhile. expected: answers without drafts to MIXED.
+def check_crowd(expected: list[Any], found: list[Any], llm: LLM) -> None:
+    """Answers are those without drafts, of which some were right, some wrong, and some lost with
+    their sequence's pages. The first one has log-probabilities.
     """
-    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
-    found = answers(llm, MIXED)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     scores, own = (
         [entry.logprob for entry in outputs[0].logprobs] for outputs in (expected, found)
@@ -176,6 +174,14 @@ def check_few_pages(expected: list[Any], llm: LLM, monkeypatch: pytest.MonkeyPat
     np.testing.assert_allclose(own, scores, atol=1e-4)
     totals = llm.core.ledger.totals
     assert totals["accepted"] > 10 and totals["rejected"] > 0 and totals["preempted"] > 0
+
+
+def check_few_pages(expected: list[Any], llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences lose their pages, and a prompt comes again alone, behind pages that are found; the
+    memory is given back meanwhile. expected: answers without drafts to MIXED.
+    """
+    monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
+    check_crowd(expected, answers(llm, MIXED), llm)
     compiled = llm.core.runner.compiles
     llm.core.sleep(lambda: None)
     llm.core.wake(lambda: None)

@@ -55,7 +55,9 @@ def ends():
     context.destroy(linger=0)
 
 
-def test_whoever_comes_while_there_is_time_is_in_the_same_plan(ends, monkeypatch):
+@pytest.fixture
+def served(ends, monkeypatch):
+    """(a core that is served until the test is over, where it is told, where it tells)."""
     monkeypatch.setattr(main, "_freeze", lambda: None)
     inbox, to_core, from_core, outbox = ends
     core = _PatientCore()
@@ -65,6 +67,14 @@ def test_whoever_comes_while_there_is_time_is_in_the_same_plan(ends, monkeypatch
 
     loop = threading.Thread(target=main._serve, args=(core, inbox, send), daemon=True)
     loop.start()
+    yield core, to_core, from_core
+    to_core.send(messages.encode(messages.Shutdown()))
+    loop.join(_WAIT_S)
+    assert not loop.is_alive()
+
+
+def test_whoever_comes_while_there_is_time_is_in_the_same_plan(served):
+    core, to_core, from_core = served
     for name in ("first", "second"):
         request = EngineRequest(id=name, prompt=[1, 2], sampling=_ONE_TOKEN, arrival=0.0)
         to_core.send(messages.encode(messages.Add(request)))
@@ -75,21 +85,11 @@ def test_whoever_comes_while_there_is_time_is_in_the_same_plan(ends, monkeypatch
         report = msgspec.msgpack.decode(from_core.recv(), type=messages.FromCore)
         if isinstance(report, messages.StepReport):
             ended |= {output.request_id for output in report.outputs if output.finish}
-    to_core.send(messages.encode(messages.Shutdown()))
-    loop.join(_WAIT_S)
-    assert not loop.is_alive() and core.company[0] == 2
+    assert core.company[0] == 2
 
 
-def test_whoever_leaves_while_a_step_runs_is_heard_of_before_the_next(ends, monkeypatch):
-    monkeypatch.setattr(main, "_freeze", lambda: None)
-    inbox, to_core, from_core, outbox = ends
-    core = _PatientCore()
-
-    def send(message: messages.FromCore) -> None:
-        outbox.send(messages.encode(message))
-
-    loop = threading.Thread(target=main._serve, args=(core, inbox, send), daemon=True)
-    loop.start()
+def test_whoever_leaves_while_a_step_runs_is_heard_of_before_the_next(served):
+    core, to_core, from_core = served
     request = EngineRequest(id="first", prompt=[1, 2], sampling=_ONE_TOKEN, arrival=0.0)
     to_core.send(messages.encode(messages.Add(request)))
     assert core.looked.wait(_WAIT_S)
@@ -100,6 +100,3 @@ def test_whoever_leaves_while_a_step_runs_is_heard_of_before_the_next(ends, monk
         report = msgspec.msgpack.decode(from_core.recv(), type=messages.FromCore)
     assert [(output.request_id, output.finish) for output in report.outputs] == [("first", "abort")]
     assert core.steps == 0
-    to_core.send(messages.encode(messages.Shutdown()))
-    loop.join(_WAIT_S)
-    assert not loop.is_alive()
