@@ -250,8 +250,7 @@ class EngineCore:
         """
         if not self.has_outputs:
             return None
-        rejected, self.intake.rejected = self.intake.rejected, []
-        outputs = rejected + self.scheduler.take_outputs()
+        outputs = self.intake.take_rejected() + self.scheduler.take_outputs()
         return StepReport(outputs, events=self._reporter.events(None, self.clock()))
 
     def ask(self, question: AskSeatMap) -> None:
@@ -384,13 +383,12 @@ class EngineCore:
     ) -> StepReport:
         """A report of everything since the last one."""
         intake, flight = self.intake, self._flight
-        rejected, intake.rejected = intake.rejected, []
         answers: list[SeatMap | AdaptersSet] = [*self._reporter.take_answers()]
         if intake.adapters is not None:
             answers += intake.adapters.take_answers()
         plan, started = (flight.plan, flight.started) if flight else (None, 0.0)
         return StepReport(
-            rejected + outputs,
+            intake.take_rejected() + outputs,
             record,
             self._reporter.events(plan, started),
             chunks or [],

@@ -151,6 +151,11 @@ class Intake:
             for index, reason in sorted(ended.items())
         ]
 
+    def take_rejected(self) -> list[SequenceOutput]:
+        """The outputs of refused requests since the last call."""
+        rejected, self.rejected = self.rejected, []
+        return rejected
+
     def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
         # n itself may be what was refused.
         for index in range(min(max(1, request.sampling.n), REQUEST_MOST.n)):

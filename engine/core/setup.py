@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jitney.engine.common.errors import ConfigError, ModelError
+from jitney.engine.common.machine import cpu_features
 from jitney.engine.config import AUTO, Config, EngineSection, settings
 from jitney.engine.core.executor.fits import context_of
 from jitney.engine.core.executor.program import StateSizes
@@ -293,8 +293,4 @@ def choose_dtype(name: str, platform_name: str) -> np.dtype:
 
 def _cpu_multiplies_bfloat16() -> bool:
     """True on x86 with avx512_bf16 or amx_bf16, and on Arm with bf16 (/proc/cpuinfo)."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_features().split())

@@ -84,7 +84,7 @@ class LaunchedStep(msgspec.Struct):
     #: float32 [S, V] on the device, until `choose`; None where they are not needed.
     logits: Array | None = None
     #: int32 [M, K] on the device, those that programs beside the step wrote for it; None where
-    #: nobody needs them.
+    #: they are not needed.
     drafts: Array | None = None
     #: What was chosen behind the step, and of each row of it that counts: (its number there, its
     #: number among the logit rows).
@@ -211,8 +211,9 @@ class Runner:
     def _facts(self, *kinds: bool) -> Iterator[object]:
         """What the programs are made of; kinds: of steps."""
         yield from (kinds, self.program, self.program.compiler_options)
-        yield [type(each).__module__ for each in vars(self.program.kernels).values()]
-        yield [getattr(each, "__module__", "") for each in vars(self.program.kernels).values()]
+        # A function's repr names no module.
+        kernels = vars(self.program.kernels).values()
+        yield [(type(each).__module__, getattr(each, "__module__", "")) for each in kernels]
         yield [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in self.leaves]
         yield from (self.config, self.buckets, self._sizes, self.shapes, self._numbers)
 
