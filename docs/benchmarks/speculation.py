@@ -164,11 +164,12 @@ class _Client:
         self._adapted = adapted
         self._rng = random.Random(first)
         self._open: dict[str, EngineRequest] = {}
-        self.answers: dict[tuple[str, int], _Answer] = {}
+        #: Each request's answers, one per sequence.
+        self.answers: dict[str, list[_Answer]] = {}
         self.deaths = 0
 
-    def run(self) -> dict[tuple[str, int], _Answer]:
-        """The answers by request and sequence."""
+    def run(self) -> dict[str, list[_Answer]]:
+        """Send every request and read it to its end."""
         core, waiting, room = self._core, list(self._numbers), 1
         while waiting or core.has_work:
             while waiting and len(self._open) < room:
@@ -186,35 +187,30 @@ class _Client:
     def _send(self, number: int) -> None:
         request = random_request(self._rng, number, self._vocab, adapted=self._adapted)
         self._open[request.id] = request
-        for index in range(request.sampling.n):
-            self.answers[request.id, index] = _Answer()
+        self.answers[request.id] = [_Answer() for _ in range(request.sampling.n)]
         self._core.add(request)
 
     def _step(self) -> None:
         for output in self._core.step().outputs:
-            answer = self.answers[output.request_id, output.index]
+            answer = self.answers[output.request_id][output.index]
             answer.tokens += output.tokens
             answer.logprobs += [entry.logprob for entry in output.logprobs or []]
             answer.ended |= output.finish is not None
             answer.error = answer.error or output.error_code
-            if all(each.ended for each in self._answers_of(output.request_id)):
+            if all(each.ended for each in self.answers[output.request_id]):
                 self._open.pop(output.request_id, None)
-
-    def _answers_of(self, name: str) -> list[_Answer]:
-        return [answer for (other, _), answer in self.answers.items() if other == name]
 
     def _die(self) -> None:
         """Send every open request again, with what it has."""
         self.deaths += 1
-        known = {name: self._answers_of(name) for name in self._open}
         tokens = {
-            name: [None if each.ended else list(each.tokens) for each in answers]
-            for name, answers in known.items()
+            name: [None if each.ended else list(each.tokens) for each in self.answers[name]]
+            for name in self._open
         }
-        for name in known:
+        for name in tokens:
             self._core.abort(name)
         while self._core.has_work:
-            self._core.step()  # whose outputs nobody gets
+            self._core.step()  # the outputs are lost
         self._core.reset_prefix_cache()
         for name, resumed in tokens.items():
             request = self._open[name]
@@ -284,7 +280,7 @@ def write_eagle3(folder: Path) -> str:
 
 def compare_answers(model: str, first: int, count: int, drafting: dict[str, Any]) -> None:
     """Print how many sequences differ; an aborted one may have come further in one engine."""
-    found: list[dict[tuple[str, int], _Answer]] = []
+    found: list[dict[str, list[_Answer]]] = []
     with TemporaryDirectory() as folder:
         adapted = model == "tiny-random"  # whose shapes the adapter has
         adapter = write_adapter(Path(folder) / "adapter")
@@ -319,9 +315,13 @@ def compare_answers(model: str, first: int, count: int, drafting: dict[str, Any]
 
 
 def _print_differences(
-    plain: dict[tuple[str, int], _Answer], drafted: dict[tuple[str, int], _Answer], aborted: int
+    plain: dict[str, list[_Answer]], drafted: dict[str, list[_Answer]], aborted: int
 ) -> None:
-    pairs = {key: (answer, drafted[key]) for key, answer in plain.items()}
+    pairs = {
+        (name, index): (answer, drafted[name][index])
+        for name, answers in plain.items()
+        for index, answer in enumerate(answers)
+    }
     apart = [
         key
         for key, (a, b) in pairs.items()
@@ -329,12 +329,12 @@ def _print_differences(
         or any(one != other for one, other in zip(a.tokens, b.tokens, strict=False))
     ]
     shorter = [key for key, (a, b) in pairs.items() if len(a.tokens) != len(b.tokens)]
-    errors = Counter(answer.error for answer in plain.values() if answer.error)
+    errors = Counter(answer.error for answer, _ in pairs.values() if answer.error)
     scores = [zip(a.logprobs, b.logprobs, strict=False) for a, b in pairs.values()]
     furthest = max([abs(one - other) for each in scores for one, other in each], default=0.0)
-    tokens = sum(len(answer.tokens) for answer in plain.values())
+    tokens = sum(len(answer.tokens) for answer, _ in pairs.values())
     print(
-        f"{len(plain)} sequences, {tokens} tokens: {len(apart)} differ in a token {apart[:5]}; "
+        f"{len(pairs)} sequences, {tokens} tokens: {len(apart)} differ in a token {apart[:5]}; "
         f"{len(shorter)} in length ({aborted} requests at most were aborted); "
         f"log-probabilities by {furthest:.1e} at most; errors: {dict(errors)}"
     )
