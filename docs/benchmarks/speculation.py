@@ -4,17 +4,21 @@ step costs with more rows.
     python docs/benchmarks/speculation.py equality [--requests 10000] [--first 0] [--draft MODEL]
         [--mtp] [--eagle3 [FOLDER]] [--model tiny-random]
     python docs/benchmarks/speculation.py speed [--model smollm2-135m] [--rounds 3] [--draft MODEL]
-        [--mtp] [--eagle3 FOLDER]
+        [--mtp] [--eagle3 FOLDER] [--vllm VENV/bin/vllm --vllm-model FOLDER]
     python docs/benchmarks/speculation.py rows [--model smollm2-135m]
 
-equality: random requests (greedy, sampled, grammars, banned words, penalties, log-probabilities, n,
-biases, adapters, few pages, aborts, deaths) to both engines in this process, numbered from --first
-on, of a model of random weights (tiny-random:qwen3_5 and others); every token is compared. speed:
-both behind HTTP on this machine, in turns, greedy streams: texts that repeat their prompt, alone;
-free text, alone and 32 at a time. rows: decode steps of 1, 2, 4 and 8 rows. Drafts are looked up,
-or made by the model that --draft names, in the format that --draft-weights names, with --mtp by the
-model's own head (tiny-random:deepseek_v3), or with --eagle3 by the head in FOLDER (for tiny-random
-one of random weights, which is hardly ever right).
+equality: the same random requests (greedy, sampled, grammars, banned words, penalties,
+log-probabilities, n, biases, adapters, few pages, aborts, deaths), numbered from --first on, to an
+engine with and one without drafts in this process; every token is compared. The model has random
+weights (tiny-random:qwen3_5 and others).
+speed: greedy streams over HTTP on this machine, servers with and without drafts in turns: one
+stream of texts that repeat their prompt, one of free text, and 32 of free text. --vllm: beside
+vLLM without and with its n-gram drafts, on the same model as a Hugging Face folder.
+rows: the time of decode steps of 1, 2, 4 and 8 rows.
+
+Drafts are looked up in the text, or made by the model that --draft names (its weights' format:
+--draft-weights), by the model's own head with --mtp (tiny-random:deepseek_v3), or with --eagle3 by
+the head in FOLDER (for tiny-random: one of random weights, which is hardly ever right).
 
 Speeds move with the machine: only ratios of one run say something.
 """
@@ -24,12 +28,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
-import sys
 import time
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -42,8 +45,15 @@ from safetensors.numpy import save_file
 from jitney.engine import LLM
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
+from jitney.engine.lab.bench.peer_process import Peer
 
-_CLI = "import sys; from jitney.engine.cli import main; sys.exit(main(sys.argv[1:]))"
+#: vLLM looks drafts up in prompt and output as ours does: up to seven tokens after a match.
+_VLLM_NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 7,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
 _FACTS = (
     "The harbour opened in 1871 and has four piers. The longest pier, of 312 metres, carries "
     "a tram to the lighthouse. Grain leaves from the second pier, timber from the third, and the "
@@ -75,6 +85,8 @@ def main() -> None:
     parser.add_argument("--draft-weights", default="auto")
     parser.add_argument("--mtp", action="store_true")
     parser.add_argument("--eagle3", nargs="?", const="random", default="")
+    parser.add_argument("--vllm", default="")
+    parser.add_argument("--vllm-model", default="")
     args = parser.parse_args()
     drafting: dict[str, Any] = {"speculative": "ngram"}
     if args.draft:
@@ -88,7 +100,9 @@ def main() -> None:
     if args.what == "equality":
         compare_answers(args.model or "tiny-random", args.first, args.requests, drafting)
     elif args.what == "speed":
-        compare_speeds(args.model or "smollm2-135m", args.rounds, drafting)
+        model = args.model or "smollm2-135m"
+        engines = compared_engines(model, drafting, args.vllm, args.vllm_model)
+        compare_speeds(engines, args.rounds)
     else:
         measure_rows(args.model or "smollm2-135m")
 
@@ -357,98 +371,101 @@ def measure_rows(model: str) -> None:
     llm.close()
 
 
-@dataclass
-class _Server:
-    """`jitney serve` with or without speculation."""
-
-    model: str
-    port: int
-    flags: tuple[str, ...] = ()
-    process: subprocess.Popen[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        command = [sys.executable, "-c", _CLI, "serve", "--model", self.model]
-        command += ["--port", str(self.port), "--no-measured-sizes", *self.flags]
-        # A pipe that is not read would fill and stop the server.
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        for _ in range(2400):
-            time.sleep(0.5)
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz") as answer:
-                    if answer.status == 200:
-                        return
-            except OSError:
-                continue
-        self.stop()
-        raise RuntimeError("the server did not get ready")
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-
-    def stream(self, prompt: str, tokens: int) -> list[float]:
-        """Times since the request was sent, of each token of an answer; several come at once."""
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": 0,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
-        began, times = time.perf_counter(), list[float]()
-        with urllib.request.urlopen(request) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    now = time.perf_counter() - began
-                    count = json.loads(line[6:])["usage"]["completion_tokens"]
-                    times += [now] * (count - len(times))
-        return times
-
-    def tokens_per_second(
-        self, prompts: list[str], tokens: int, streams: int
-    ) -> tuple[float, float, float]:
-        """(tokens a second of all, median seconds to the first, 99th percentile between two)."""
-        began = time.perf_counter()
-        with ThreadPoolExecutor(streams) as pool:
-            answers = list(pool.map(lambda prompt: self.stream(prompt, tokens), prompts))
-        seconds = time.perf_counter() - began
-        first = median(times[0] for times in answers)
-        gaps = np.concatenate([np.diff(times) for times in answers])
-        return len(prompts) * tokens / seconds, first, float(np.quantile(gaps, 0.99))
+def stream(url: str, model: str, prompt: str, tokens: int) -> list[float]:
+    """Seconds from sending a request to each token of its answer; several can come at once."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    began, times = time.perf_counter(), list[float]()
+    with urllib.request.urlopen(request) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter() - began
+                count = json.loads(line[6:])["usage"]["completion_tokens"]
+                times += [now] * (count - len(times))
+    return times
 
 
-def compare_speeds(model: str, rounds: int, drafting: dict[str, Any]) -> None:
-    """Print ratios of with speculation over without: medians over the rounds."""
+def served_model(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        return json.load(answer)["data"][0]["id"]
+
+
+def measure_streams(
+    url: str, model: str, prompts: list[str], tokens: int, streams: int
+) -> tuple[float, float, float]:
+    """Tokens a second of all streams, median seconds to the first token, and the 99th percentile
+    of the seconds between two.
+    """
+    began = time.perf_counter()
+    with ThreadPoolExecutor(streams) as pool:
+        answers = list(pool.map(lambda prompt: stream(url, model, prompt, tokens), prompts))
+    seconds = time.perf_counter() - began
+    first = median(times[0] for times in answers)
+    gaps = np.concatenate([np.diff(times) for times in answers])
+    return len(prompts) * tokens / seconds, first, float(np.quantile(gaps, 0.99))
+
+
+def compare_speeds(engines: list[tuple[Peer, Peer]], rounds: int) -> None:
+    """Print ratios of with drafts over without, by engine: medians over the rounds, in which the
+    servers take turns.
+    """
     cases = {
         "repeats its prompt, 1 stream": (_REPEATING, 150, 1),
         "free text, 1 stream": (_FREE[:4], 150, 1),
         "free text, 32 streams": (_FREE, 64, 32),
     }
-    servers = [_Server(model, 18431)]
-    try:
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in drafting.items()]
-        servers.append(_Server(model, 18432, tuple(flags)))
+    with ExitStack() as stack:
+        peers = [peer for pair in engines for peer in pair]
+        urls = [stack.enter_context(peer.serving(18431 + n)) for n, peer in enumerate(peers)]
+        models = [served_model(url) for url in urls]
         for name, case in cases.items():
-            pairs = []
-            for _ in range(rounds + 1):
-                pairs.append([server.tokens_per_second(*case) for server in servers])
-            ratios = np.median([np.divide(b, a) for a, b in pairs[1:]], axis=0)
-            speeds = [median(pair[side][0] for pair in pairs[1:]) for side in (0, 1)]
-            print(
-                f"{name}: {speeds[0]:.1f} -> {speeds[1]:.1f} tokens/s, {ratios[0]:.2f} times; "
-                f"first token {ratios[1]:.2f} times, p99 between tokens {ratios[2]:.2f} times",
-                flush=True,
-            )
-    finally:
-        for server in servers:
-            server.stop()
+            table = np.array(
+                [
+                    [measure_streams(*server, *case) for server in zip(urls, models, strict=True)]
+                    for _ in range(rounds + 1)
+                ]
+            )[1:]  # the first round warms up
+            for number, (plain, _) in enumerate(engines):
+                without, with_drafts = table[:, 2 * number], table[:, 2 * number + 1]
+                ratios = np.median(with_drafts / without, axis=0)
+                speeds = np.median(without[:, 0]), np.median(with_drafts[:, 0])
+                print(
+                    f"{name}, {plain.name}: {speeds[0]:.1f} -> {speeds[1]:.1f} tokens/s, "
+                    f"{ratios[0]:.2f} times; first token {ratios[1]:.2f} times, "
+                    f"p99 between tokens {ratios[2]:.2f} times",
+                    flush=True,
+                )
+
+
+def compared_engines(
+    model: str, drafting: dict[str, Any], vllm: str, vllm_model: str
+) -> list[tuple[Peer, Peer]]:
+    """Each engine without and with drafts. vllm: the path of its command, "" for ours alone."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in drafting.items()]
+    sizes = ["--no-measured-sizes"]
+    engines = [
+        (
+            Peer.ours(model, "auto", "bfloat16", more=sizes),
+            Peer.ours(model, "auto", "bfloat16", more=[*sizes, *flags]),
+        )
+    ]
+    if vllm:
+        plain = Peer.vllm(vllm, vllm_model, "bfloat16")
+        drafts = ("--speculative-config", json.dumps(_VLLM_NGRAM))
+        engines.append((plain, plain._replace(command=(*plain.command, *drafts))))
+    return engines
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ from jitney.kernels.interface import Threshold
 #: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in
 #: the output. Longer than any context: no count reaches it.
 _IN_PROMPT = 1 << 30
+#: Bias of an end token before min_tokens. Finite, so that a grammar that allows nothing else still
+#: gets it: with -inf no logit would be left, and the row would count as not finite.
+_HELD_BACK = -1e30
 #: Rows whose top-k and top-p end within this many candidates need no search over the vocabulary.
 _CANDIDATES = 256
 #: Most bytes of the logits of prompt rows that are scored at a time.
@@ -65,7 +68,7 @@ class SeatState(NamedTuple):
         """One seat's row for a sequence that boards, in the order of the fields (numpy).
 
         tokens: all known ids, the first n_prompt the prompt; the rest rebuilds counts after a
-        preemption. end_ids are banned until min_tokens.
+        preemption. end_ids are held back until min_tokens.
         """
         prompt = np.asarray(tokens[:n_prompt], np.int64)
         output = np.asarray(tokens[n_prompt:], np.int64)
@@ -117,7 +120,7 @@ def _biases(
         yield token, bias, np.iinfo(np.int32).max
     if params.min_tokens:
         for token in dict.fromkeys((*end_ids, *params.stop_token_ids)):
-            yield token, -np.inf, n_prompt + params.min_tokens
+            yield token, _HELD_BACK, n_prompt + params.min_tokens
 
 
 class SamplingRows(NamedTuple):

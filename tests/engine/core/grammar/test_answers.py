@@ -146,6 +146,16 @@ def test_greedy_penalised_and_scored_rows_keep_to_it_too(llm: LLM):
             assert finish == "stop" and re.fullmatch("[a-f]{8}", text)
 
 
+def test_a_stop_token_before_min_tokens_is_chosen_where_the_grammar_allows_no_other(llm: LLM):
+    space = {"stop_token_ids": (ord(" "),), "max_tokens": 12}
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}):
+        wanted = Grammar("choice", '["ab ab ab"]')
+        [(finish, text)] = answers(llm, wanted, min_tokens=5, **space, **sampling)
+        assert (finish, text) == ("stop", "ab ab")
+        [(finish, text)] = answers(llm, wanted, min_tokens=0, **space, **sampling)
+        assert (finish, text) == ("stop", "ab")
+
+
 def test_log_probabilities_are_the_models_own(llm: LLM):
     """Those of the same tokens where nothing was masked, so that they do not add up to one."""
     prompt = [5, 6, 7]
