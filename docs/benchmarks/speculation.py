@@ -47,12 +47,12 @@ from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
 from jitney.engine.lab.bench.peer_process import Peer
 
-#: vLLM looks drafts up in prompt and output as ours does: up to seven tokens after a match.
+#: Our own defaults, in vLLM's names.
 _VLLM_NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 7,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
 }
 _FACTS = (
     "The harbour opened in 1871 and has four piers. The longest pier, of 312 metres, carries "
@@ -125,11 +125,11 @@ def random_request(
     """Few different tokens, so that texts repeat themselves. adapted: there is an adapter."""
     few = rng.sample(range(10, vocab - 10), 6)
     prompt = [rng.choice(few) for _ in range(rng.randint(1, 40))]
-    chance, held = rng.random(), rng.random()
+    chance, rules = rng.random(), rng.random()
     grammar, banned, max_tokens = None, (), rng.randint(1, 60)
-    if held < 0.3:
+    if rules < 0.3:
         grammar = rng.choice(_GRAMMARS)
-    elif held < 0.4:
+    elif rules < 0.4:
         banned = ((few[0], few[1]), (few[2], few[2], few[2]))
     params = SamplingParams(
         temperature=rng.choice((0.0, 0.0, 0.5, 1.0)),
@@ -250,8 +250,8 @@ def write_adapter(folder: Path) -> Path:
     folder.mkdir()
     arrays = {name: array.astype(np.float32) for name, array in tensors.items()}
     save_file(arrays, folder / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": _ADAPTER_RANK, "lora_alpha": 8, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    config = {"peft_type": "LORA", "r": _ADAPTER_RANK, "lora_alpha": 8, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -294,7 +294,7 @@ def write_eagle3(folder: Path) -> str:
 
 def compare_answers(model: str, first: int, count: int, drafting: dict[str, Any]) -> None:
     """Print how many sequences differ; an aborted one may have come further in one engine."""
-    found: list[dict[str, list[_Answer]]] = []
+    runs: list[dict[str, list[_Answer]]] = []
     with TemporaryDirectory() as folder:
         adapted = model == "tiny-random"  # whose shapes the adapter has
         adapter = write_adapter(Path(folder) / "adapter")
@@ -314,7 +314,7 @@ def compare_answers(model: str, first: int, count: int, drafting: dict[str, Any]
             )
             client = _Client(llm, first, count, 512, adapted=adapted)
             started = time.perf_counter()
-            found.append(client.run())
+            runs.append(client.run())
             seconds = time.perf_counter() - started
             totals = llm.core.ledger.totals
             rows = {kind: totals[kind] for kind in ("decode", "accepted", "rejected", "preempted")}
@@ -324,7 +324,7 @@ def compare_answers(model: str, first: int, count: int, drafting: dict[str, Any]
                 flush=True,
             )
             llm.close()
-    plain, drafted = found
+    plain, drafted = runs
     _print_differences(plain, drafted, count // 50)
 
 
