@@ -162,9 +162,9 @@ class PromptEcho:
 
     def take_scores(self) -> Work[None]:
         entries, self.logprobs = self.logprobs or (), None
-        wanted = [scores for scores in (self.tokens.scores, self.scores) if scores is not None]
+        receivers = [scores for scores in (self.tokens.scores, self.scores) if scores is not None]
         for place, entry in enumerate(entries):
-            for scores in wanted:
+            for scores in receivers:
                 scores.append(entry)
             if place % _ECHO_TOKENS == 0:
                 yield

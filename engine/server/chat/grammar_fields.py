@@ -42,17 +42,17 @@ class WantedGrammar(NamedTuple):
         text: str | None,
     ) -> list[WantedGrammar]:
         """The grammars of the given fields. prefix: of the fields' names. Raises RequestError."""
-        found: list[WantedGrammar] = []
+        grammars: list[WantedGrammar] = []
         if schema is not None:
             param = prefix + "json"
-            found.append(cls(param, _schema(schema, param)))
+            grammars.append(cls(param, _schema(schema, param)))
         if regex is not None:
-            found.append(cls(prefix + "regex", Grammar("regex", regex)))
+            grammars.append(cls(prefix + "regex", Grammar("regex", regex)))
         if choice is not None:
-            found.append(cls(prefix + "choice", choice_grammar(choice)))
+            grammars.append(cls(prefix + "choice", choice_grammar(choice)))
         if text is not None:
-            found.append(cls(prefix + "grammar", text_grammar(text)))
-        return found
+            grammars.append(cls(prefix + "grammar", text_grammar(text)))
+        return grammars
 
     @classmethod
     def of_schema(cls, param: str, schema: JsonDict, *, is_strict: bool) -> WantedGrammar:
@@ -111,17 +111,17 @@ class StructuredOutputs(_Exact):
 
     def grammars(self) -> list[WantedGrammar]:
         """One. Raises RequestError unless exactly one is given."""
-        found = WantedGrammar.of_fields(
+        grammars = WantedGrammar.of_fields(
             "structured_outputs.", self.json_schema, self.regex, self.choice, self.grammar
         )
         if self.json_object:
-            found.append(WantedGrammar("structured_outputs.json_object", Grammar("json_object")))
-        if len(found) != 1:
+            grammars.append(WantedGrammar("structured_outputs.json_object", Grammar("json_object")))
+        if len(grammars) != 1:
             raise RequestError(
                 "exactly one of json, json_object, regex, choice and grammar is needed",
                 param="structured_outputs",
             )
-        return found
+        return grammars
 
 
 def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:

@@ -32,7 +32,7 @@ class Grammars:
 
     def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
         self._workers = WorkerPool("compiles grammars", _MODULE, setup, Checked, timeout_s)
-        self._kept: LruCache[Grammar, Checked] = LruCache(
+        self._results: LruCache[Grammar, Checked] = LruCache(
             _MOST_CHARS, lambda grammar: _CHARS_EACH + len(grammar.text)
         )
         #: Checks under way; requests for the same grammar share one.
@@ -46,11 +46,11 @@ class Grammars:
 
     async def checked(self, grammar: Grammar, param: str) -> CheckedGrammar:
         """The usable grammar. Raises RequestError, blamed on `param` or on a tool."""
-        found = self._kept.get(grammar)
-        if found is None:
+        result = self._results.get(grammar)
+        if result is None:
             # It goes on when the client leaves: others may wait for the same.
-            found = await asyncio.shield(self._checks.get(grammar) or self._begin(grammar))
-        return found.usable(param)
+            result = await asyncio.shield(self._checks.get(grammar) or self._begin(grammar))
+        return result.usable(param)
 
     def _begin(self, grammar: Grammar) -> asyncio.Task[Checked]:
         task = self._checks[grammar] = asyncio.create_task(self._check(grammar))
@@ -59,13 +59,13 @@ class Grammars:
 
     async def _check(self, grammar: Grammar) -> Checked:
         try:
-            found = await self._answer(grammar)
-            if found.error in self._unfinished:
-                found = await self._without_endless(grammar, found)
+            result = await self._answer(grammar)
+            if result.error in self._unfinished:
+                result = await self._without_endless(grammar, result)
         finally:
             del self._checks[grammar]
-        self._kept.put(grammar, found)
-        return found
+        self._results.put(grammar, result)
+        return result
 
     async def _answer(self, grammar: Grammar) -> Checked:
         """Check a grammar in a process; one that does not finish is an error."""
@@ -76,7 +76,7 @@ class Grammars:
         except EOFError:
             return Checked(None, self._unfinished[1])
 
-    async def _without_endless(self, grammar: Grammar, found: Checked) -> Checked:
+    async def _without_endless(self, grammar: Grammar, result: Checked) -> Checked:
         """Check without lax schemas that do not finish alone; `found` if there are none or many."""
         # The rules of enforcement are loaded for such a grammar alone: the process has its own.
         from jitney.engine.core import Enforced, bare, schemas, with_schemas
@@ -89,14 +89,14 @@ class Grammars:
             if alone.error in self._unfinished:
                 endless.append(schema)
             if len(endless) > _MOST_ENDLESS:
-                return found
+                return result
         if not endless:
-            return found
+            return result
         lighter, left_out = with_schemas(
             grammar, lambda schema: bare(schema) if schema in endless else Enforced(schema, [])
         )
-        found = await self._answer(lighter)
-        return replace(found, unenforced=(*left_out, *found.unenforced))
+        result = await self._answer(lighter)
+        return replace(result, unenforced=(*left_out, *result.unenforced))
 
 
 def _seen(check: asyncio.Task[Checked]) -> None:

@@ -285,11 +285,11 @@ class RequestBuilder[B: GenerationBody]:
         """
         body, info = self.body, self.service.info
         info.request_limits.check_writes()
-        given = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+        values = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
         if body.repeat_penalty is not None:
-            given["repetition_penalty"] = body.repeat_penalty
-        given = {name: value for name, value in given.items() if value is not None}
-        fields = SamplingParams.fields_with(info.model.sampling_defaults, given)
+            values["repetition_penalty"] = body.repeat_penalty
+        values = {name: value for name, value in values.items() if value is not None}
+        fields = SamplingParams.fields_with(info.model.sampling_defaults, values)
         fields["allowed_token_ids"] = tuple(dict.fromkeys(body.allowed_token_ids or ()))
         fields["stop_token_ids"] = tuple(dict.fromkeys(body.stop_token_ids or ()))
         fields["grammar"] = self._wanted_grammar
@@ -333,14 +333,14 @@ class RequestBuilder[B: GenerationBody]:
     @property
     def _wanted_grammar(self) -> Grammar | None:
         """The grammar of the answer, as the client wrote it."""
-        wanted = self.body.wanted_grammar
-        return None if wanted is None else wanted.grammar
+        field = self.body.wanted_grammar
+        return None if field is None else field.grammar
 
     @property
     def _grammar_field(self) -> str:
         """The field to blame for a grammar, "tools" if the answer has none of its own."""
-        wanted = self.body.wanted_grammar
-        return "tools" if wanted is None else wanted.param
+        field = self.body.wanted_grammar
+        return "tools" if field is None else field.param
 
     def _request(
         self,
@@ -360,14 +360,14 @@ class RequestBuilder[B: GenerationBody]:
             for prompt in prompts:
                 _truncate(prompt, most, keeps_ends=info.model.encoder)
         self.context.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        wanted = self._engine_request(sampling, len(prompts), pooling)
+        request = self._engine_request(sampling, len(prompts), pooling)
         engine_requests: list[EngineRequest] = []
         for number, prompt in enumerate(prompts):
-            engine_requests.append(_for_prompt(wanted, number, prompt.ids, info, kind))
+            engine_requests.append(_for_prompt(request, number, prompt.ids, info, kind))
             yield
         options = body.stream_options
         return GenerationRequest(
-            id=kind.id_prefix + (body.request_id or wanted.id),
+            id=kind.id_prefix + (body.request_id or request.id),
             created=int(time.time()),
             model=self.service.name_in_answers(body.model),
             prompts=prompts,
@@ -475,26 +475,26 @@ def _banned_sequences(
     words: Sequence[str], tokenizer: Tokenizer
 ) -> Work[tuple[tuple[int, ...], ...]]:
     """The words' tokens at the beginning of a text, and within one, behind a blank."""
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         texts = [word] if word[0].isspace() else [word, " " + word]
         for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
             if ids:
-                found[tuple(ids)] = None
+                sequences[tuple(ids)] = None
         yield
-    return tuple(found)
+    return tuple(sequences)
 
 
 def _for_prompt(
-    wanted: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: RouteKind
+    template: EngineRequest, number: int, ids: list[int], info: EngineInfo, kind: RouteKind
 ) -> EngineRequest:
     """One prompt's engine request; refusals blame the field that the client sent."""
     request = with_fields(
-        wanted,
-        id=f"{wanted.id}-{number}",
+        template,
+        id=f"{template.id}-{number}",
         prompt=ids,
-        sampling=_with_max_tokens(wanted.sampling, len(ids), info, kind),
+        sampling=_with_max_tokens(template.sampling, len(ids), info, kind),
     )
     try:
         info.request_limits.check(request)
@@ -513,10 +513,10 @@ def _with_max_tokens(
 ) -> SamplingParams:
     """The parameters with max_tokens made explicit, unless the prompt itself does not fit."""
     room = info.request_limits.longest - prompt_tokens
-    wanted = sampling.max_tokens
-    if room < 1 or (wanted is not None and (wanted <= room or not kind.clamps)):
+    max_tokens = sampling.max_tokens
+    if room < 1 or (max_tokens is not None and (max_tokens <= room or not kind.clamps)):
         return sampling
-    if wanted is not None:
+    if max_tokens is not None:
         return with_fields(sampling, max_tokens=room)
     return with_fields(sampling, max_tokens=min(kind.default_tokens or room, room))
 

@@ -362,24 +362,24 @@ class GenerationBody(EngineBody):
     @property
     def wanted_grammar(self) -> WantedGrammar | None:
         """The grammar of the answer. Raises RequestError for more than one."""
-        found: list[WantedGrammar] = []
+        grammars: list[WantedGrammar] = []
         if self.response_format is not None:
-            found += self.response_format.grammars()
+            grammars += self.response_format.grammars()
         if self.structured_outputs is not None:
-            found += self.structured_outputs.grammars()
-        found += WantedGrammar.of_fields(
+            grammars += self.structured_outputs.grammars()
+        grammars += WantedGrammar.of_fields(
             "guided_",
             self.guided_json,
             self.guided_regex,
             self.guided_choice,
             self.guided_grammar,
         )
-        if len(found) > 1:
+        if len(grammars) > 1:
             raise RequestError(
-                f"an answer is held to one grammar, and {found[0].param} names another",
-                param=found[1].param,
+                f"an answer is held to one grammar, and {grammars[0].param} names another",
+                param=grammars[1].param,
             )
-        return found[0] if found else None
+        return grammars[0] if grammars else None
 
     @property
     def chosen_names(self) -> list[str] | None:

@@ -172,7 +172,7 @@ class ApiKeys:
         """A key's identity. Raises HttpError 401, or 429 after many wrong ones of an address."""
         digest = digest_key(key)
         # Every digest is compared in full, whichever matches: how long it takes says nothing.
-        matches = [known for known in self._roles if hmac.compare_digest(digest, known)]
+        matches = [accepted for accepted in self._roles if hmac.compare_digest(digest, accepted)]
         if matches:
             return Identity(self._roles[digest], digest, key=digest)
         wait = self._wrong_keys.wait(address, key)
@@ -207,10 +207,10 @@ def _key_removed() -> HttpError:
 
 def key_of(scope: Scope) -> bytes:
     """The key that the request shows; empty where it shows none."""
-    given = values_of(scope, b"authorization")
-    if not given:
+    values = values_of(scope, b"authorization")
+    if not values:
         return _only(values_of(scope, b"x-api-key")).strip()
-    scheme, _, key = _only(given).partition(b" ")
+    scheme, _, key = _only(values).partition(b" ")
     if scheme.lower() != b"bearer":
         return b""
     return key.strip()

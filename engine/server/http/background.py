@@ -44,8 +44,8 @@ class BackgroundRequests:
         await self.app(scope, receive, send)
 
     def _is_background(self, scope: Scope) -> bool:
-        given = [value.decode("latin-1") for value in values_of(scope, self.HEADER.encode())]
-        if not given:
+        values = [value.decode("latin-1") for value in values_of(scope, self.HEADER.encode())]
+        if not values:
             return False
         if not _is_administrators(scope):
             raise HttpError(
@@ -53,8 +53,8 @@ class BackgroundRequests:
                 f"{self.HEADER} needs an administrator's key (admin_keys, admin_key_file)",
                 code="admin_key_needed",
             )
-        if given != [_YES]:
-            raise HttpError(400, f"{self.HEADER} must be {_YES}, not {echo(', '.join(given))}")
+        if values != [_YES]:
+            raise HttpError(400, f"{self.HEADER} must be {_YES}, not {echo(', '.join(values))}")
         return True
 
     def _was_admitted(self, scope: Scope) -> bool:

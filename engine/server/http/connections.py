@@ -87,7 +87,7 @@ class Connections:
         self._most_bytes = most_bytes
         self._open: dict[_Connection, _Mark] = {}
         #: Between two requests, the one that is so for longest first.
-        self._kept: dict[_Connection, None] = {}
+        self._idle: dict[_Connection, None] = {}
         #: Without a request under way, and since when, the longest first.
         self._awaited: dict[_Connection, float] = {}
         #: Those that came when there was no place left, the oldest first.
@@ -116,18 +116,18 @@ class Connections:
 
     def works(self, connection: _Connection) -> None:
         """A request is under way on it."""
-        self._kept.pop(connection, None)
+        self._idle.pop(connection, None)
         self._awaited.pop(connection, None)
 
     def is_kept(self, connection: _Connection) -> None:
         """The connection is between two requests."""
         self._awaited.pop(connection, None)
         if connection in self._open:
-            self._kept.setdefault(connection)
+            self._idle.setdefault(connection)
 
     def is_awaited(self, connection: _Connection) -> None:
         """A part of a request is to come that is not worked on."""
-        self._kept.pop(connection, None)
+        self._idle.pop(connection, None)
         if connection in self._open:
             self._awaited.setdefault(connection, time.monotonic())
 
@@ -157,7 +157,7 @@ class Connections:
 
     def _first_idle(self) -> _Connection | None:
         """The next one that gives way."""
-        for connection in self._kept:
+        for connection in self._idle:
             if _may_go(connection):
                 return connection
         latest = time.monotonic() - _GRACE_S

@@ -87,11 +87,11 @@ def _refuse_not_finite(body: bytes) -> Generator[None, None, None]:
     except (ValueError, RecursionError):
         return
     yield from _check_depth(value)
-    for number, (path, found) in enumerate(_numbers(value, "")):
-        if not math.isfinite(found):
+    for place, (path, number) in enumerate(_numbers(value, "")):
+        if not math.isfinite(number):
             field = re.split(r"[.\[]", path)[0]
             raise RequestError(f"{echo(path)} must be a finite number", param=field) from None
-        if number % _LOOKS == 0:
+        if place % _LOOKS == 0:
             yield
 
 

@@ -35,10 +35,10 @@ def listen(host: str, port: int) -> socket.socket:
 def _address_of(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
     """(family, address) as a socket takes them."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror:
         raise ConfigError(f"host {host} is not an address of this machine") from None
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = addresses[0]
     return family, address
 
 

@@ -124,8 +124,8 @@ def _template(scope: Scope, context: Context) -> tuple[str, int]:
 
 def _safe_header(scope: Scope, name: bytes) -> str:
     """A header that is given once and is harmless in headers and logs; else nothing."""
-    given = values_of(scope, name)
-    text = given[0].decode("latin-1") if len(given) == 1 else ""
+    values = values_of(scope, name)
+    text = values[0].decode("latin-1") if len(values) == 1 else ""
     return text if Context.SAFE_ID.match(text) else ""
 
 

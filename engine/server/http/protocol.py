@@ -58,8 +58,8 @@ def over_tls(
 ) -> Callable[..., asyncio.BaseProtocol]:
     """Wrap a protocol of `http_protocol` in TLS, for a server whose asyncio TLS is off."""
 
-    def made(**given: Any) -> asyncio.BaseProtocol:
-        inner = protocol(**given)
+    def made(**options: Any) -> asyncio.BaseProtocol:
+        inner = protocol(**options)
         assert isinstance(inner, _BoundedProtocol)
         inner.handshake = _Handshake(inner, context)
         return inner.handshake

@@ -23,14 +23,14 @@ class PageQuery(BaseModel):
 
 def read_query[Q: BaseModel](request: Request, kind: type[Q]) -> Q:
     """The query of a request; names that are not of its model are ignored. Raises RequestError."""
-    given: JsonDict = {}
+    fields: JsonDict = {}
     for name, value in request.query_params.multi_items():
         name = name.removesuffix(_LIST_MARK)
         if _is_list(kind, name):
-            given.setdefault(name, []).append(value)
+            fields.setdefault(name, []).append(value)
         else:
-            given[name] = value
-    return checked(kind, given)
+            fields[name] = value
+    return checked(kind, fields)
 
 
 def listed(items: list[JsonDict], *, more: bool) -> JsonDict:

@@ -99,7 +99,7 @@ class Shares:
     @contextmanager
     def one_of(self, client: str) -> Iterator[None]:
         """Lasts as long as the thing. Raises HttpError 429 if the client has its share already."""
-        if self._taken[client] >= self.most:
+        if self._n_open[client] >= self.most:
             raise HttpError(
                 429,
                 f"one client may have {self.most} {self.things} at a time",
@@ -107,13 +107,13 @@ class Shares:
                 headers={"retry-after": "1"},
                 close=True,
             )
-        self._taken[client] += 1
+        self._n_open[client] += 1
         try:
             yield
         finally:
-            self._taken[client] -= 1
-            if not self._taken[client]:
-                del self._taken[client]
+            self._n_open[client] -= 1
+            if not self._n_open[client]:
+                del self._n_open[client]
 
 
 @dataclass(slots=True, eq=False)

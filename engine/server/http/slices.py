@@ -115,7 +115,7 @@ class TimeSlices:
 
     async def _turn(self, n_slices: int) -> None:
         """Wait for a slice of the loop's time, or for the rest of one; it is used at once."""
-        if not self._taken:
+        if not self._is_assigned:
             self._begin()
         elif self._waiting or not self._has_rest:
             await self._wait(n_slices)
@@ -145,7 +145,7 @@ class TimeSlices:
 
     def _begin(self) -> None:
         """Begin a slice; other callbacks of the loop run before the next one."""
-        self._taken = self._has_begun = True
+        self._is_assigned = self._has_begun = True
         self._ends = time.perf_counter() + _SLICE_S
         asyncio.get_running_loop().call_soon(self._pass_on)
 
@@ -156,8 +156,8 @@ class TimeSlices:
             if not ticket.done():
                 ticket.set_result(None)
                 self._called += 1
-        self._taken = self._called > 0
-        self._has_begun = not self._taken
+        self._is_assigned = self._called > 0
+        self._has_begun = not self._is_assigned
 
     def _give_up_call(self) -> None:
         """Give up the turn of a task that was cancelled: if no other was resumed, resume others."""

@@ -163,8 +163,8 @@ _RECORDED = {
 
 
 def _attributes(record: RequestRecord, parent: _Parent) -> _Attributes:
-    found = {f"jitney.{name}": getattr(record, field) for name, field in _RECORDED.items()}
-    return {"jitney.request_id": parent.request_id} | found
+    figures = {f"jitney.{name}": getattr(record, field) for name, field in _RECORDED.items()}
+    return {"jitney.request_id": parent.request_id} | figures
 
 
 def _trace_headers(scope: Scope) -> Iterator[tuple[str, str]]:

@@ -33,9 +33,9 @@ class StoreKeeper(DatabaseKeeper[TaskStore]):
         if is_new and any(path.suffix != NewFile.SUFFIX for path in files.iterdir()):
             _log.error("files without their store are set aside in %s", self.set_aside())
         store = TaskStore(database)
-        known = store.file_ids()
+        file_ids = store.file_ids()
         for path in files.iterdir():
-            if path.name not in known:
+            if path.name not in file_ids:
                 path.unlink(missing_ok=True)
         return store
 

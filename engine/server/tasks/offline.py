@@ -44,8 +44,8 @@ def _lines_of(path: Path, most_bytes: int) -> list[Line]:
         done = group.done
     reader.close()
     if faults:
-        told = "; ".join(fault.message for fault in faults[:MOST_FAULTS])
-        raise ConfigError(f"{path}: {told}")
+        messages = "; ".join(fault.message for fault in faults[:MOST_FAULTS])
+        raise ConfigError(f"{path}: {messages}")
     if not lines:
         raise ConfigError(f"{path} has no lines")
     return list(lines.values())

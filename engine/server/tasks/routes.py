@@ -85,7 +85,7 @@ async def _create_job(server: ServerContext, request: Request) -> Response:
         created_at=created_at,
         expires_at=created_at + window_s(body.window),
     )
-    kept = await keeper.do(
+    stored = await keeper.do(
         job_rows.add,
         job,
         server.settings.server,
@@ -93,9 +93,9 @@ async def _create_job(server: ServerContext, request: Request) -> Response:
         repeat_key=_repeat_key(request),
         digest=_digest(body),
     )
-    if kept is job:
+    if stored is job:
         runner.begin(job)
-    return json_answer(kept.shown(JobAnswer), {"location": f"/v1/jobs/{kept.id}"}, status=202)
+    return json_answer(stored.shown(JobAnswer), {"location": f"/v1/jobs/{stored.id}"}, status=202)
 
 
 async def _body[B: BaseModel](server: ServerContext, request: Request, kind: type[B]) -> B:

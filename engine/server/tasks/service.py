@@ -122,12 +122,12 @@ class InternalRequests:
         nothing is kept. Raises StoreUnavailable.
         """
         kinds: tuple[type[Record], ...] = (Batch, Job, StoredFile)
-        found: dict[str, list[Record]] = {kind.TABLE: [] for kind in kinds}
+        records: dict[str, list[Record]] = {kind.TABLE: [] for kind in kinds}
         if self._open is not None:
             for kind in kinds:
                 page = await self._open.keeper.do(TaskStore.page, kind, owner, limit=limit)
-                found[kind.TABLE] = page[0]
-        return found
+                records[kind.TABLE] = page[0]
+        return records
 
     async def cancel_of(self, owners: Collection[str]) -> tuple[int, int]:
         """Cancel what removed keys left. Returns (jobs, batches). Raises HttpError 503."""

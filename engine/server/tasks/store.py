@@ -185,8 +185,8 @@ class TaskStore(Database):
 
     def check_bytes(self, owner: str, most: int, size: int = 0, param: str | None = None) -> None:
         """Raise StorageFull, blaming a field, if an owner has no room for so many bytes more."""
-        taken = self.n_bytes(owner)
-        if taken + size > most or taken >= most:
+        n_bytes = self.n_bytes(owner)
+        if n_bytes + size > most or n_bytes >= most:
             raise StorageFull(
                 f"one key's files, jobs and answers may have {most} bytes (key_file_bytes)", param
             )

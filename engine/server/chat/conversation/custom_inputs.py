@@ -56,8 +56,8 @@ class CustomInputs:
 
     def _closed(self) -> list[AssistantEvent]:
         """The text held back of the open call."""
-        held, self._input = self._input, None
-        return [] if held is None else self._more(held.finish())
+        reader, self._input = self._input, None
+        return [] if reader is None else self._more(reader.finish())
 
     def _more(self, text: str) -> list[AssistantEvent]:
         return [ToolCallArguments(self._index, text, is_custom=True)] if text else []
@@ -67,42 +67,42 @@ class _Input:
     """The `input` of one call."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""
         self._is_begun = self._is_other = self._is_over = False
 
     def push(self, text: str) -> str:
         """Read more arguments. Returns the text that they add to the input."""
-        self._held += text
+        self._pending += text
         if not self._is_begun and not self._is_other:
             self._begin()
         if self._is_other:
-            return self._all_held()
+            return self._take_pending()
         return self._decoded() if self._is_begun and not self._is_over else ""
 
     def finish(self) -> str:
         """The text that remains when the arguments end."""
-        is_cut = self._is_begun and _CUT.fullmatch(self._held)
-        return "" if is_cut or self._is_over else self._all_held()
+        is_cut = self._is_begun and _CUT.fullmatch(self._pending)
+        return "" if is_cut or self._is_over else self._take_pending()
 
     def _begin(self) -> None:
-        head = _HEAD_WITH_BLANKS.match(self._held)
+        head = _HEAD_WITH_BLANKS.match(self._pending)
         if head is not None:
             self._is_begun = True
-            self._held = self._held[head.end() :]
+            self._pending = self._pending[head.end() :]
         else:
-            self._is_other = not _HEAD.startswith("".join(self._held.split()))
+            self._is_other = not _HEAD.startswith("".join(self._pending.split()))
 
     def _decoded(self) -> str:
-        whole = _DECODABLE.match(self._held)
+        whole = _DECODABLE.match(self._pending)
         assert whole is not None  # it may be empty
-        self._held = self._held[whole.end() :]
-        self._is_over = self._held.startswith('"')
+        self._pending = self._pending[whole.end() :]
+        self._is_over = self._pending.startswith('"')
         text = _ESCAPE.sub(_unescaped, whole[0])
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
-    def _all_held(self) -> str:
-        held, self._held = self._held, ""
-        return held
+    def _take_pending(self) -> str:
+        text, self._pending = self._pending, ""
+        return text
 
 
 def _unescaped(escape: re.Match[str]) -> str:

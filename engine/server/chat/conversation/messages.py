@@ -254,12 +254,12 @@ class _Call:
         function = call["function"]
         self.id: str = call["id"]
         self.name: str = function["name"]
-        given: str = function["arguments"].strip() or "{}"
-        parsed = _object(given)
+        text: str = function["arguments"].strip() or "{}"
+        parsed = _object(text)
         #: Arguments that cannot be shown because they are no JSON object.
-        self.lost_arguments = given if parsed is None else ""
+        self.lost_arguments = text if parsed is None else ""
         #: JSON text of an object.
-        self.arguments = given if parsed else "{}"
+        self.arguments = text if parsed else "{}"
         self.has_arguments = bool(parsed)
         arguments = self.arguments if can.arguments == "text" else parsed or {}
         self.shown: JsonDict = call | {

@@ -87,7 +87,7 @@ def _parsed(code: str) -> ast.Module:
     try:
         parsed = ast.parse(code)
     except SyntaxError:
-        parsed = ast.parse(_STRING.sub(lambda found: found[0].replace("\n", r"\n"), code))
+        parsed = ast.parse(_STRING.sub(lambda match: match[0].replace("\n", r"\n"), code))
     return _PythonWords().visit(parsed)
 
 

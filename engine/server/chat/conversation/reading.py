@@ -38,7 +38,7 @@ class TextReader:
     """Base of the readers: `read` says what the text means, by `next_char`, which raises Ended."""
 
     #: Text that is held back: blanks, and the beginning of what may be a marker.
-    _held = ""
+    _pending = ""
     _n_calls = 0
     #: The text is part of the thoughts.
     is_thinking = False
@@ -46,7 +46,7 @@ class TextReader:
     _watched: frozenset[str] | None = None
     _drops_blanks = True
     #: The marker that was found last.
-    found = ""
+    last_marker = ""
     #: Most characters of a name: longer ones are no names.
     most_name = 256
     #: The text ended where the model would have gone on.
@@ -70,25 +70,25 @@ class TextReader:
     @property
     def is_unsure(self) -> bool:
         """Whether the newest text may be the beginning of a marker."""
-        return bool(self._held.strip())
+        return bool(self._pending.strip())
 
     def feed(self, text: str) -> list[AssistantEvent]:
         """Read more text; what it says."""
         if not self.passes(text):
             for char in text:
                 self._reading.send(char)
-        return self._taken()
+        return self._take_events()
 
     def passes(self, text: str) -> bool:
         """Say text without the start of a marker, as most is: 2 us, not 5 for each character."""
         watched = self._watched
-        if watched is None or self._held.strip() or not watched.isdisjoint(text):
+        if watched is None or self._pending.strip() or not watched.isdisjoint(text):
             return False
-        kept = text.rstrip() if self._drops_blanks else text
-        if not kept or len(text) - len(kept) > _MOST_BLANKS:
+        said = text.rstrip() if self._drops_blanks else text
+        if not said or len(text) - len(said) > _MOST_BLANKS:
             return False
-        self.say(self._held + kept)
-        self._held = text[len(kept) :]
+        self.say(self._pending + said)
+        self._pending = text[len(said) :]
         return True
 
     def close(self, *, is_cut: bool) -> list[AssistantEvent]:
@@ -96,7 +96,7 @@ class TextReader:
         self.is_cut = is_cut
         with contextlib.suppress(StopIteration):
             self._reading.send("")
-        return self._taken()
+        return self._take_events()
 
     def read(self) -> Reading:
         """Read until Ended is raised."""
@@ -106,11 +106,11 @@ class TextReader:
         try:
             yield from self.read()
         except Ended:
-            self.say(self._held + "".join(self._since_mark))
+            self.say(self._pending + "".join(self._since_mark))
 
-    def _taken(self) -> list[AssistantEvent]:
-        taken, self._events = self._events, []
-        return taken
+    def _take_events(self) -> list[AssistantEvent]:
+        events, self._events = self._events, []
+        return events
 
     def next_char(self) -> Finding[str]:
         """The next character. Raises Ended."""
@@ -181,24 +181,24 @@ class TextReader:
             char = yield from self.next_char()
             self._watched = None
             self.mark()
-            self._held += char
+            self._pending += char
             self._settle(markers, drop_blanks)
-            found = self._held.lstrip() if drop_blanks else self._held
-            if found in markers:
-                self.found = found
-                self.mark(self._held)
-                self._held = ""
-                return found
+            word = self._pending.lstrip() if drop_blanks else self._pending
+            if word in markers:
+                self.last_marker = word
+                self.mark(self._pending)
+                self._pending = ""
+                return word
 
     def _settle(self, markers: Sequence[str], drop_blanks: bool) -> None:
         """Say what of the held text cannot be the beginning of a marker, or blanks before it."""
         while True:
-            blanks = _blanks_before(self._held) if drop_blanks else 0
-            kept = self._held[blanks:]
-            if blanks <= _MOST_BLANKS and (not kept or _may_become(kept, markers)):
+            blanks = _blanks_before(self._pending) if drop_blanks else 0
+            text = self._pending[blanks:]
+            if blanks <= _MOST_BLANKS and (not text or _may_become(text, markers)):
                 return
-            self.say(self._held[: blanks + 1])
-            self._held = self._held[blanks + 1 :]
+            self.say(self._pending[: blanks + 1])
+            self._pending = self._pending[blanks + 1 :]
 
     def peek(self) -> Finding[str]:
         """The next character, which is left. Raises Ended."""
@@ -229,8 +229,8 @@ class TextReader:
 
     def expect(self, text: str) -> Reading:
         """Read this text. Raises Malformed at the first other character, which is left."""
-        for wanted in text:
-            yield from self.any_of((wanted,))
+        for char in text:
+            yield from self.any_of((char,))
 
     def expect_next(self, text: str) -> Reading:
         """Skip blanks and `expect`."""

@@ -59,9 +59,9 @@ def all_values(
     for keyword in ("anyOf", "oneOf"):
         options = schema.get(keyword)
         if isinstance(options, list):
-            found = [all_values(option, root, steps) for option in options]
-            known = [each for each in found if each is not None]
-            return [*chain(*known)] if len(known) == len(found) else None
+            lists = [all_values(option, root, steps) for option in options]
+            finite = [each for each in lists if each is not None]
+            return [*chain(*finite)] if len(finite) == len(lists) else None
     return None
 
 
@@ -72,11 +72,11 @@ def properties_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None)
         return {}
     parts = [resolved(root, str(schema["$ref"]))] if "$ref" in schema else []
     parts += [*_list(schema.get("allOf")), *_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
-    found: JsonDict = {}
+    properties: JsonDict = {}
     for part in parts:
-        found |= properties_of(part, root, steps)
+        properties |= properties_of(part, root, steps)
     own = schema.get("properties")
-    return found | own if isinstance(own, dict) else found
+    return properties | own if isinstance(own, dict) else properties
 
 
 def types_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None) -> frozenset[str]:
@@ -93,8 +93,8 @@ def types_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None) -> f
     for keyword in ("anyOf", "oneOf"):
         options = schema.get(keyword)
         if isinstance(options, list):
-            found = [types_of(option, root, steps) for option in options]
-            types &= frozenset().union(*found)
+            option_types = [types_of(option, root, steps) for option in options]
+            types &= frozenset().union(*option_types)
     for part in _list(schema.get("allOf")):
         types &= types_of(part, root, steps)
     return types

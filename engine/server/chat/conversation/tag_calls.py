@@ -57,11 +57,11 @@ class TagCalls(CallReader):
         super().__init__(self._heads, self._closings, around)
 
     def read_calls(self) -> Reading:
-        found = self._heads.index(self.found)
-        for head in self._heads[found + 1 :]:
+        depth = self._heads.index(self.last_marker)
+        for head in self._heads[depth + 1 :]:
             yield from self.expect_next(head)
         name = yield from self.read_name()
-        if found and name not in self._functions:
+        if depth and name not in self._functions:
             raise Malformed  # without the outer tag, it may be about such calls
         yield from self._pass_tags(self._behind_name)
         self._begin(name)

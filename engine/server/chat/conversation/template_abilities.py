@@ -74,22 +74,22 @@ class ChatAbilities(NamedTuple):
     @classmethod
     async def of(cls, render: Render) -> ChatAbilities:
         """Find the abilities by rendering some fifty small conversations."""
-        found, variables = cls(), JsonDict()
+        abilities, variables = cls(), JsonDict()
         try:
             await render([_USER], {})
         except RequestError as error:
             variables["tools"] = []
-            found = cls(refusal=str(error))
+            abilities = cls(refusal=str(error))
         try:
             await render([_USER], variables)
         except RequestError:
-            return found
-        found = cls(await _Prober(render, variables).abilities(), needs_tools=bool(variables))
+            return abilities
+        abilities = cls(await _Prober(render, variables).abilities(), needs_tools=bool(variables))
         complete = await _shows_tools(render, [_TOOL.completed()])
         if not complete:
-            return found
+            return abilities
         bare = await _shows_tools(render, [tool.shown() for tool in _BARE_TOOLS])
-        return found._replace(
+        return abilities._replace(
             with_tools=await _Prober(render, {"tools": [_TOOL.completed()]}).abilities(),
             needs_complete_tools=not bare,
         )
@@ -256,12 +256,12 @@ class _Prober:
         """The shape with null beside calls, where an empty text would make a turn of its own."""
         if shape.content is None:
             return shape
-        given = shape._replace(content=None)
+        with_null = shape._replace(content=None)
         empty = await self._prompt(_USER, *shape.answered(1), _ASSISTANT)
-        null = await self._prompt(_USER, *given.answered(1), _ASSISTANT)
+        null = await self._prompt(_USER, *with_null.answered(1), _ASSISTANT)
         if empty is None or null is None or len(null) >= len(empty):
             return shape
-        return given if await self._shows_rounds(given) else shape
+        return with_null if await self._shows_rounds(with_null) else shape
 
     async def _with_calls(
         self, abilities: TemplateAbilities, shape: _CallShape

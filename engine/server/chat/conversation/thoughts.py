@@ -36,7 +36,7 @@ class AssistantParser:
         if was_thinking:
             self._unsure.append((text, len(tokens)))
             if not self._reader.is_thinking:
-                self._count(before=self._reader.found)
+                self._count(before=self._reader.last_marker)
             elif not self._reader.is_unsure:
                 self._count()
         return self._shown(events)
@@ -46,7 +46,7 @@ class AssistantParser:
         was_thinking = self._reader.is_thinking
         events = self._reader.close(is_cut=is_cut)
         has_called = was_thinking and not self._reader.is_thinking
-        self._count(before=self._reader.found if has_called else "")
+        self._count(before=self._reader.last_marker if has_called else "")
         return self._shown(events)
 
     def _shown(self, events: list[AssistantEvent]) -> list[AssistantEvent]:
@@ -103,14 +103,14 @@ class ThinkReader(TextReader):
         if self._is_over:
             return self._answer.feed(text)
         if self.passes(text):
-            return self._taken()
+            return self._take_events()
         for position, char in enumerate(text):
             self._reading.send(char)
             if self._is_over:
                 rest = "".join(self._since_mark) + text[position + 1 :]
                 self.mark()
-                return self._taken() + self._answer.feed(rest)
-        return self._taken()
+                return self._take_events() + self._answer.feed(rest)
+        return self._take_events()
 
     def close(self, *, is_cut: bool) -> list[AssistantEvent]:
         events = [] if self._is_over else super().close(is_cut=is_cut)
@@ -143,7 +143,7 @@ class ThinkReader(TextReader):
 
     def _hold_call(self) -> Reading:
         """Hold back what may be a call, up to where it is known not to be one."""
-        marker = self.found
+        marker = self.last_marker
         self._call = self._new_answer()
         events = self._call.feed(marker)
         has_begun = False
@@ -183,7 +183,7 @@ class ThinkReader(TextReader):
             else:
                 self._events += [first, *more]
         self.is_thinking = False
-        self.found = marker
+        self.last_marker = marker
 
 
 def _kind(event: AssistantEvent) -> tuple[type, int]:

@@ -52,7 +52,7 @@ class BareCalls(CallReader, JsonReader):
 
     def __init__(self, tag: str, names: Container[str]):
         self._tag = tag
-        self._given = names
+        self._names_of_tools = names
         super().__init__((tag,))
 
     def say(self, text: str) -> None:
@@ -67,7 +67,7 @@ class BareCalls(CallReader, JsonReader):
                 yield from self.attempt()
             elif self._begins_line or "\n" in self._since_mark:
                 self.unread(marker)
-                self.names = self._given
+                self.names = self._names_of_tools
                 yield from self.attempt()
                 self.names = None
             else:
@@ -227,19 +227,19 @@ class BraceCalls(NamedCalls):
     def _read_text(self) -> Reading:
         yield from self.expect(self._quote)
         self._write('"')
-        held = ""
-        while held != self._quote:
-            held += yield from self.next_char()
-            held = self._without_text(held)
+        pending = ""
+        while pending != self._quote:
+            pending += yield from self.next_char()
+            pending = self._without_text(pending)
         self._write('"')
 
-    def _without_text(self, held: str) -> str:
+    def _without_text(self, pending: str) -> str:
         """The beginning of a possible mark; the text before it is reported."""
-        while not self._quote.startswith(held):
-            self._write(quoted(held[0])[1:-1])
-            held = held[1:]
-            self.mark(held)
-        return held
+        while not self._quote.startswith(pending):
+            self._write(quoted(pending[0])[1:-1])
+            pending = pending[1:]
+            self.mark(pending)
+        return pending
 
     def _read_word(self) -> Reading:
         """A number, true, false or null; anything else is a string without marks."""

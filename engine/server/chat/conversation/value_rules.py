@@ -273,9 +273,9 @@ class ValueRules:
         """Named properties in order. around: texts before and after a value; value: its rule."""
         properties, required = schema.get("properties"), schema.get("required")
         names = required if isinstance(required, list) else []
-        known = properties if isinstance(properties, dict) else {}
-        for name in (*known, *[str(each) for each in names if each not in known]):
-            inner = known.get(name, True)
+        schemas = properties if isinstance(properties, dict) else {}
+        for name in (*schemas, *[str(each) for each in names if each not in schemas]):
+            inner = schemas.get(name, True)
             if is_never(inner) or listed_values(inner) == []:
                 continue
             before, after = around(name)
@@ -376,16 +376,16 @@ def assertions(
 ) -> list[str]:
     """JSON pointers to the keywords that say more of a value than its type."""
     steps = steps or new_steps()
-    found: list[str] = []
+    places: list[str] = []
     for keyword, value in schema.items() if isinstance(schema, dict) else ():
         inner = f"{place}/{keyword}"
         if keyword in ("anyOf", "oneOf", "allOf"):
             for number, part in enumerate(_list(value)):
-                found += assertions(part, root, f"{inner}/{number}", steps)
+                places += assertions(part, root, f"{inner}/{number}", steps)
         elif keyword == "$ref":
             is_known = next(steps, None) is not None
             if not is_known or assertions(resolved(root, str(value)), root, "", steps):
-                found.append(inner)
+                places.append(inner)
         elif keyword != "type" and keyword not in _NOTES:
-            found.append(inner)
-    return found
+            places.append(inner)
+    return places

@@ -76,11 +76,11 @@ class _OpenCalls:
         """The call that a result answers, by id, by name, else the first; None: there is none."""
         by_id = [each for each in self._open if each[0] == result.tool_call_id]
         by_name = [each for each in self._open if result.tool_name in (None, each[1])]
-        found = next(iter(by_id or by_name or self._open), None)
-        if found is None:
+        call = next(iter(by_id or by_name or self._open), None)
+        if call is None:
             return result.tool_call_id
-        self._open.remove(found)
-        return found[0]
+        self._open.remove(call)
+        return call[0]
 
 
 def _template_message(message: OllamaTurn, calls: _OpenCalls) -> JsonDict:

@@ -92,8 +92,8 @@ def _details(info: EngineInfo | None, parent: str) -> OllamaDetails:
 
 
 def _family(info: EngineInfo) -> str:
-    found = _FAMILY.match(info.model.architecture)
-    return (found[1] if found else info.model.architecture).lower()
+    match = _FAMILY.match(info.model.architecture)
+    return (match[1] if match else info.model.architecture).lower()
 
 
 def _in_units(count: int) -> str:

@@ -75,12 +75,12 @@ class _Options(Part):
 
     def fields(self) -> JsonDict:
         """The given options, by their names in a generation's body."""
-        given: JsonDict = {name: getattr(self, name) for name in (*_SAME, *_FIELDS)}
+        fields: JsonDict = {name: getattr(self, name) for name in (*_SAME, *_FIELDS)}
         if self.seed == -1:
-            del given["seed"]
+            del fields["seed"]
         if self.repeat_last_n == 0:
-            given["repeat_penalty"] = 1.0
-        return {_FIELDS.get(name, name): value for name, value in given.items()}
+            fields["repeat_penalty"] = 1.0
+        return {_FIELDS.get(name, name): value for name, value in fields.items()}
 
     def ignored(self) -> list[str]:
         """Options that change nothing."""
@@ -116,9 +116,9 @@ class OllamaBody(ModelBody):
 
     def note_context(self, context_length: int, notes: Notes) -> None:
         """Warn of an option that asks for a longer context than there is."""
-        wanted = self.options.num_ctx
-        if wanted is not None and wanted > context_length:
-            notes.warnings.append(f"options.num_ctx {wanted}: the context has {context_length}")
+        num_ctx = self.options.num_ctx
+        if num_ctx is not None and num_ctx > context_length:
+            notes.warnings.append(f"options.num_ctx {num_ctx}: the context has {context_length}")
 
 
 class _GeneratingBody(OllamaBody):

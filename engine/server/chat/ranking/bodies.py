@@ -38,10 +38,10 @@ def _texts(value: JsonValue) -> list[str]:
     if not isinstance(value, list) or not 0 < len(value) <= _MOST_DOCUMENTS:
         raise ValueError(f"must be a list of 1 to {_MOST_DOCUMENTS} documents")
     texts = [item.get("text") if isinstance(item, dict) else item for item in value]
-    kept = [text for text in texts if isinstance(text, str)]
-    if len(kept) < len(texts):
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(texts):
         raise ValueError('must hold texts, or objects {"text": string}')
-    return kept
+    return strings
 
 
 class RankingBody(EngineBody):
@@ -128,8 +128,8 @@ class ScoreBody(RankingBody):
 def _one_of(one: str | list[str] | None, other: str | list[str] | None) -> list[str]:
     if one is not None and other is not None:
         return []
-    given = one if other is None else other
-    return [given] if isinstance(given, str) else list(given or ())
+    value = one if other is None else other
+    return [value] if isinstance(value, str) else list(value or ())
 
 
 class RankingUsage(ResponseModel):

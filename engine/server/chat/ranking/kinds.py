@@ -76,12 +76,12 @@ class YesNo:
         before, behind = self._encode(_BEFORE), self._encode(_BEHIND)
         made = Prompts([], [], [])
         for number, pair in enumerate(pairs):
-            asked = f"<Instruct>: {body.instruction or _INSTRUCTION}\n<Query>: {pair.query}\n"
-            asked += "<Document>:"
-            fixed = len(before) + len(self._encode(asked)) + len(behind)
+            question = f"<Instruct>: {body.instruction or _INSTRUCTION}\n<Query>: {pair.query}\n"
+            question += "<Document>:"
+            fixed = len(before) + len(self._encode(question)) + len(behind)
             if fixed >= room:
                 raise _query_is_too_long(fixed, room)
-            ids = self._encode(f"{asked} {pair.document}")
+            ids = self._encode(f"{question} {pair.document}")
             if len(before) + len(ids) + len(behind) > room:
                 made.cut.append(pair.place)
             most = min(room, fixed + (body.max_tokens_per_doc or room))

@@ -82,12 +82,12 @@ class Scoring:
         outputs = await self._run(prompts, partial(self._chosen, allowed=words, width=width))
         logprobs = [_logprobs(output) for output in outputs]
         for word in words:
-            missing = [place for place, known in enumerate(logprobs) if word not in known]
+            missing = [place for place, scores in enumerate(logprobs) if word not in scores]
             ask = partial(self._chosen, allowed=(word,), width=0)
             more = await self._run([prompts[place] for place in missing], ask)
             for place, output in zip(missing, more, strict=True):
                 logprobs[place] |= _logprobs(output)
-        return [kind.score(known) for known in logprobs]
+        return [kind.score(scores) for scores in logprobs]
 
     async def _chosen(
         self, prompts: Sequence[list[int]], allowed: tuple[int, ...], width: int
@@ -121,6 +121,6 @@ def _logprobs(output: _Output) -> dict[int, float]:
     """Log-probabilities of the chosen token and the likeliest ones."""
     scores, [chosen] = output.tokens.scores, output.tokens.ids
     assert scores is not None  # they were asked for
-    known = dict(scores.top(0))
+    logprobs = dict(scores.top(0))
     logprob = scores.logprob(0)
-    return known if logprob is None else known | {chosen: logprob}
+    return logprobs if logprob is None else logprobs | {chosen: logprob}

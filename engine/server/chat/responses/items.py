@@ -168,10 +168,10 @@ class HostedItem(Part):
         return () if is_read else (self.type,)
 
     def shown(self) -> JsonDict:
-        given = {name: value for name, value in (self.model_extra or {}).items() if name != "id"}
-        if self.type == "local_shell_call_output" and "call_id" not in given:
-            given["call_id"] = (self.model_extra or {}).get("id")  # where this type has it
-        return {"type": self.type} | given
+        extra = {name: value for name, value in (self.model_extra or {}).items() if name != "id"}
+        if self.type == "local_shell_call_output" and "call_id" not in extra:
+            extra["call_id"] = (self.model_extra or {}).get("id")  # where this type has it
+        return {"type": self.type} | extra
 
 
 #: Tools that the client runs: type of a call -> function, and the field of its arguments.

@@ -141,23 +141,23 @@ def _previous(service: Service, body: InputTokensBody, tenant: str) -> KeptTurn 
     """The turn that the body goes on from. Raises HttpError 404."""
     if body.previous_response_id is None:
         return None
-    kept = service.responses.get(tenant, body.previous_response_id, "previous_response_id")
-    return kept.turn
+    stored = service.responses.get(tenant, body.previous_response_id, "previous_response_id")
+    return stored.turn
 
 
 def _kept_items(
     body: InputTokensBody, store: ResponseStore, context: Context
 ) -> Work[list[JsonDict]]:
     """The items as stored, with ids and without references. Raises RequestError."""
-    kept: list[JsonDict] = []
+    items: list[JsonDict] = []
     left_out: list[tuple[int, str]] = []
     for place, item in enumerate(body.input):
         if not isinstance(item, ReferenceItem):
             shown = item.shown()
-            kept.append({"id": new_item_id(shown["type"])} | shown)
+            items.append({"id": new_item_id(shown["type"])} | shown)
             left_out += [(place, kind) for kind in item.replaced]
         elif (referred := store.item(context.tenant, item.id)) is not None:
-            kept.append(referred)
+            items.append(referred)
         elif item.id.startswith(_THOUGHTS):
             left_out.append((place, "reasoning that is not kept"))
         else:
@@ -168,7 +168,7 @@ def _kept_items(
         if place % _GROUP == 0:
             yield
     context.notes.warnings.extend(f"input[{place}]: {kind} left out" for place, kind in left_out)
-    return kept
+    return items
 
 
 def _template_messages(instructions: str | None, items: Iterable[JsonDict]) -> Work[list[JsonDict]]:
@@ -248,17 +248,17 @@ def _text_of(item: JsonDict) -> str:
 
 async def _show_response(service: Service, request: Request) -> Response:
     read_query(request, _ResponseQuery)
-    return Response(_kept(service, request).body, media_type="application/json")
+    return Response(_stored(service, request).body, media_type="application/json")
 
 
 async def _delete_response(service: Service, request: Request) -> Response:
-    kept = _kept(service, request)
-    service.responses.discard(Context.of(request).tenant, kept.id)
-    return json_answer(DeletedResponse(kept.id))
+    stored = _stored(service, request)
+    service.responses.discard(Context.of(request).tenant, stored.id)
+    return json_answer(DeletedResponse(stored.id))
 
 
 async def _cancel_response(service: Service, request: Request) -> Response:
-    _kept(service, request)
+    _stored(service, request)
     raise HttpError(
         400,
         "only a response in the background can be cancelled; to end another, close its connection",
@@ -268,13 +268,13 @@ async def _cancel_response(service: Service, request: Request) -> Response:
 async def _list_input_items(service: Service, request: Request) -> Response:
     """The input of the response, without earlier turns."""
     query = read_query(request, _InputItemsQuery)
-    items: list[JsonDict] = orjson.loads(_kept(service, request).turn.input)
+    items: list[JsonDict] = orjson.loads(_stored(service, request).turn.input)
     page, has_more = query.page(items)
     ids = [item["id"] for item in page] or [""]
     return json_answer(InputItems(page, ids[0], ids[-1], has_more))
 
 
-def _kept(service: Service, request: Request) -> KeptResponse:
+def _stored(service: Service, request: Request) -> KeptResponse:
     tenant = Context.of(request).tenant
     return service.responses.get(tenant, request.path_params["response_id"], "response_id")
 

@@ -175,10 +175,10 @@ class InputTokensBody(GenerationBody):
                 names.append(each)
             elif each.tool.defer_loading:
                 names.append(f"{each.path}.defer_loading")
-        given = {"reasoning": self.reasoning, "text": self.text}
+        fields = {"reasoning": self.reasoning, "text": self.text}
         for path, neutral in _INNER_HINTS.items():
             part, name = path.split(".")
-            if getattr(given[part], name, None) not in neutral:
+            if getattr(fields[part], name, None) not in neutral:
                 names.append(path)
         return names
 

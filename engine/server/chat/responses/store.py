@@ -102,11 +102,11 @@ class ResponseStore:
         items = orjson.loads(turn.input) + orjson.loads(turn.output)
         item_ids = [item["id"] for item in items]
         expires = self._clock() + self._ttl_s
-        kept = KeptResponse(id, turn, body, expires, item_ids)
+        response = KeptResponse(id, turn, body, expires, item_ids)
         shelf = self._shelves.setdefault(tenant, _Shelf())
-        shelf.responses[id] = kept
+        shelf.responses[id] = response
         shelf.items |= dict.fromkeys(item_ids, id)
-        shelf.n_bytes += len(kept.body)
+        shelf.n_bytes += len(response.body)
         _need(shelf, turn)
         self._make_room()
 
@@ -114,8 +114,8 @@ class ResponseStore:
         """Raises HttpError 404; param: the field that named it."""
         self._drop_old(tenant)
         shelf = self._shelves.get(tenant)
-        kept = shelf.responses.get(id) if shelf is not None else None
-        if kept is None:
+        response = shelf.responses.get(id) if shelf is not None else None
+        if response is None:
             raise HttpError(
                 404,
                 f"no response {echo(id)}: it was not stored (store: false), or is no longer kept: "
@@ -123,7 +123,7 @@ class ResponseStore:
                 code="response_not_found",
                 param=param,
             )
-        return kept
+        return response
 
     def item(self, tenant: str, id: str) -> JsonDict | None:
         """An item of a stored response; None if there is none of this id."""
@@ -140,13 +140,13 @@ class ResponseStore:
     def discard(self, tenant: str, id: str) -> None:
         """Forget a response, if it is there."""
         shelf = self._shelves.get(tenant)
-        kept = shelf.responses.pop(id, None) if shelf is not None else None
-        if shelf is None or kept is None:
+        response = shelf.responses.pop(id, None) if shelf is not None else None
+        if shelf is None or response is None:
             return
-        for item_id in kept.item_ids:
+        for item_id in response.item_ids:
             shelf.items.pop(item_id, None)
-        shelf.n_bytes -= len(kept.body)
-        _let_go(shelf, kept.turn)
+        shelf.n_bytes -= len(response.body)
+        _let_go(shelf, response.turn)
         if not shelf.responses:
             del self._shelves[tenant]
 

@@ -140,15 +140,15 @@ class PlacedTool(NamedTuple):
 
 def placed(tools: Iterable[AnyTool]) -> list[PlacedTool | str]:
     """All tools in order, those of namespaces too; paths of those that the model does not get."""
-    found: list[PlacedTool | str] = []
+    placed_tools: list[PlacedTool | str] = []
     for place, tool in enumerate(tools):
         path = f"tools[{place}]"
         if isinstance(tool, NamespaceTool):
             for number, own in enumerate(tool.tools):
-                found.append(_placed(f"{path}.tools[{number}]", own, tool.name))
+                placed_tools.append(_placed(f"{path}.tools[{number}]", own, tool.name))
         else:
-            found.append(_placed(path, tool, None))
-    return found
+            placed_tools.append(_placed(path, tool, None))
+    return placed_tools
 
 
 def _placed(path: str, tool: _Own | OtherTool, namespace: str | None) -> PlacedTool | str:
