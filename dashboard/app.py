@@ -308,10 +308,10 @@ class Dashboard(PageRoutes):
         if listing["next"] is None and room and state in _KEPT_STATES and self.history_log.is_kept:
             before = -cursor if cursor < 0 else _ANY
             with contextlib.suppress(StoreUnavailable):
-                kept, older = await self.history_log.older(
+                page_rows, older = await self.history_log.older(
                     room, before, _KEPT_STATES[state], search.lower(), identity
                 )
-                rows = request_detail.rows_of((one.record, one.adapter) for one in kept)
+                rows = request_detail.rows_of((one.record, one.adapter) for one in page_rows)
                 listing["requests"] += await self.slices.result(rows)
                 listing["next"] = None if older is None else -older
         return self._sent(request, listing)
@@ -334,10 +334,10 @@ class Dashboard(PageRoutes):
 
     async def _kept_request(self, id: str, index: int, identity: Identity) -> JsonDict:
         """A sequence that the history of hours alone knows. Raises HttpError 404 and 503."""
-        kept = await self.history_log.named(id, index) if self.history_log.is_kept else None
-        if kept is None or not identity.may_see(kept.record.tenant):
+        stored = await self.history_log.named(id, index) if self.history_log.is_kept else None
+        if stored is None or not identity.may_see(stored.record.tenant):
             raise _no_request()
-        return request_detail.kept_detail(kept.record, kept.adapter) | {"text": None}
+        return request_detail.kept_detail(stored.record, stored.adapter) | {"text": None}
 
     async def _text(self, record: RequestRecord) -> dict[str, str] | None:
         """Prompt and answer, if they may be shown."""
@@ -356,8 +356,8 @@ class Dashboard(PageRoutes):
         query = _Query(request)
         limit = query.whole("limit", 100, 1, _MOST_INCIDENTS)
         before = query.whole("before", _ANY, 1)
-        found = await self.incident_log.page(limit, before)
-        return to_json({"incidents": found, "more": len(found) == limit})
+        page = await self.incident_log.page(limit, before)
+        return to_json({"incidents": page, "more": len(page) == limit})
 
     async def tenants(self, request: Request) -> StreamingResponse:
         """Tenants in the last minutes, see `tenants.tenants`; to a user its own row."""
@@ -412,7 +412,7 @@ class Dashboard(PageRoutes):
         minutes = _Query(request).seconds("minutes", 1.0)
         History.check_minutes(minutes)
         now, wall = time.monotonic(), time.time()
-        work = ReportData.collect(self.client, minutes, self.notes.kept, now, wall)
+        work = ReportData.collect(self.client, minutes, self.notes.newest, now, wall)
         page = await self.drawings.draw(await self.slices.result(work))
         headers = {"content-type": "text/html; charset=utf-8"}
         return StreamingResponse(self.slices.blocks(_blocks_of(page)), headers)

@@ -90,21 +90,21 @@ def dashboard_command(arguments: Sequence[str]) -> int:
     flags["admin_keys"] = (key,) if key else ()
     config = load_config(None, NOTHING, flags)
     args.check_numbers(price_per_hour=0)
-    given = [*args.replicas, *args.engine] or [_DEFAULT_ENGINE]
-    _serve(config, _engines(given, key), args.price_per_hour)
+    addresses = [*args.replicas, *args.engine] or [_DEFAULT_ENGINE]
+    _serve(config, _engines(addresses, key), args.price_per_hour)
     return 0
 
 
-def _engines(given: Sequence[str], key: str) -> dict[str, RemoteEngine]:
+def _engines(addresses: Sequence[str], key: str) -> dict[str, RemoteEngine]:
     """By name. Raises ConfigError for one that cannot be an engine, or is there twice."""
     from jitney.dashboard.fleet_member import ReplicaAddress
     from jitney.dashboard.remote import RemoteEngine
 
     engines: dict[str, RemoteEngine] = {}
-    for text in given:
+    for text in addresses:
         name, address = ReplicaAddress.read(text, key)
         engine = RemoteEngine(*address)
-        if engine.url in {known.url for known in engines.values()}:
+        if engine.url in {other.url for other in engines.values()}:
             raise ConfigError(f"{engine.url} is given twice")
         if name in engines:
             raise ConfigError(f"two engines are called {name}: give them names, as NAME=URL")

@@ -206,7 +206,7 @@ class Feed:
         new_notes = [] if before is None else self._notes.since(self._n_notes)
         self._n_notes = self._notes.n
         frame = _Frame(self._happened(before), new_notes, changes)
-        now.notes = list(self._notes.kept)
+        now.notes = list(self._notes.newest)
         self._n_frames += 1
         self._last = now
         self._key_frames.clear()
@@ -284,7 +284,7 @@ class _Sampler:
         self._pages: PageCells | None = None
         self._asking: asyncio.Task[None] | None = None
         #: When the pages were asked for, the percentiles renewed, and a key frame sent.
-        self._asked = self._renewed = self._sent_key_frame = -np.inf
+        self._pages_asked_at = self._renewed = self._sent_key_frame = -np.inf
         self._recent = Recent()
         self._histograms: JsonDict | None = None
 
@@ -349,11 +349,11 @@ class _Sampler:
         """Ask for the pages now and then, without waiting for the answer, but for the first one a
         moment.
         """
-        if not self._runs or time.monotonic() - self._asked < _PAGES_S:
+        if not self._runs or time.monotonic() - self._pages_asked_at < _PAGES_S:
             return
         if self._asking is not None and not self._asking.done():
             return
-        self._asked = time.monotonic()
+        self._pages_asked_at = time.monotonic()
         self._asking = asyncio.create_task(self._ask_pages())
         if self._pages is None:
             await asyncio.wait((self._asking,), timeout=_FIRST_PAGES_S)

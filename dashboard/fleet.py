@@ -187,13 +187,13 @@ class FleetView:
         if self._telling is not None:
             self._follow_all()
 
-    def _member(self, known: Member | None, name: str, engine: RemoteEngine) -> Member:
-        if known is None:
+    def _member(self, member: Member | None, name: str, engine: RemoteEngine) -> Member:
+        if member is None:
             return Member(name, engine)
-        if known.engine is not engine:
-            self._let_go(known)
-            known.move_to(engine)
-        return known
+        if member.engine is not engine:
+            self._let_go(member)
+            member.move_to(engine)
+        return member
 
     def _let_go(self, member: Member) -> None:
         """Stop asking the replica at its address."""
@@ -210,8 +210,8 @@ class FleetView:
             return
         moved = places.items() - self._places.items()
         self._places = places
-        known = {name: self.members[name].engine for name in places if name in self.members}
-        self.set_replicas(known | {name: RemoteEngine(*place) for name, place in moved})
+        engines = {name: self.members[name].engine for name in places if name in self.members}
+        self.set_replicas(engines | {name: RemoteEngine(*place) for name, place in moved})
 
     async def close(self) -> None:
         """Let all replicas go."""

@@ -90,9 +90,9 @@ async def _ask_all(
     members: Iterable[Member], path: str, query: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Answers by the replicas' names, and the names of those without one."""
-    asked = list(members)
-    found = await asyncio.gather(*(_ask(member, path, query) for member in asked))
-    pairs = list(zip([member.name for member in asked], found, strict=True))
+    members_asked = list(members)
+    replies = await asyncio.gather(*(_ask(member, path, query) for member in members_asked))
+    pairs = list(zip([member.name for member in members_asked], replies, strict=True))
     answers = {name: answer for name, answer in pairs if answer is not None}
     return answers, [name for name, answer in pairs if answer is None]
 

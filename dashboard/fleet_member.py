@@ -125,22 +125,22 @@ class _Rates:
     """Tokens a second, over the last _RATE_S."""
 
     def __init__(self) -> None:
-        self._kept: deque[_Totals] = deque()
+        self._totals: deque[_Totals] = deque()
 
     def add(self, now: _Totals) -> None:
-        kept = self._kept
-        kept.append(now)
-        while len(kept) > 2 and kept[1].t <= now.t - _RATE_S:
-            kept.popleft()
+        totals = self._totals
+        totals.append(now)
+        while len(totals) > 2 and totals[1].t <= now.t - _RATE_S:
+            totals.popleft()
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._totals.clear()
 
     def of(self, name: str) -> float:
         """Rate of a field of `_Totals`; 0 before there are two."""
-        if len(self._kept) < 2:
+        if len(self._totals) < 2:
             return 0.0
-        first, last = self._kept[0], self._kept[-1]
+        first, last = self._totals[0], self._totals[-1]
         seconds = last.t - first.t
         return (getattr(last, name) - getattr(first, name)) / seconds if seconds > 0 else 0.0
 

@@ -199,7 +199,7 @@ class HistoryTables(Database):
             "tenant": None if identity.is_admin else identity.tenant,
         }
         del values["identity"], values["words"]
-        return [_kept(row) for row in self.db.execute(_FIND, values)]
+        return [_stored_request(row) for row in self.db.execute(_FIND, values)]
 
     def seated(self, start: float, end: float) -> tuple[list[_KeptRequest], float]:
         """Requests that may have been seated between two times, seconds since 1970, the newest
@@ -210,17 +210,17 @@ class HistoryTables(Database):
         kept_from = math.inf if kept_from is None else kept_from
         if len(rows) == _MOST_SEATED:
             kept_from = max(kept_from, rows[-1]["t"])
-        return [_kept(row) for row in rows], kept_from
+        return [_stored_request(row) for row in rows], kept_from
 
     def named(self, name: str, place: int) -> _KeptRequest | None:
         """One sequence of a request."""
         query = """SELECT number, t, adapter, shift, record FROM requests
             WHERE name = ? AND place = ? ORDER BY number DESC LIMIT 1"""
         row = self.db.execute(query, (name, place)).fetchone()
-        return None if row is None else _kept(row)
+        return None if row is None else _stored_request(row)
 
 
-def _kept(row: Any) -> _KeptRequest:
+def _stored_request(row: Any) -> _KeptRequest:
     record = _shifted(_decode(row["record"]), row["shift"])
     return _KeptRequest(row["number"], record, row["adapter"])
 
@@ -351,9 +351,9 @@ class HistoryLog(DiskLog[HistoryTables]):
         shown: list[_KeptRequest] = []
         while True:
             search = Search(limit - len(shown) + 1, before, until, refused, words, identity)
-            found = await self.ask(HistoryTables.find, search)
-            has_more = len(found) == search.limit
-            for one in found[: search.limit - 1]:
+            rows = await self.ask(HistoryTables.find, search)
+            has_more = len(rows) == search.limit
+            for one in rows[: search.limit - 1]:
                 before = one.number
                 # The system clock differs from when a request was written: `until` is not exact.
                 if history.find(one.record.request_id, one.record.index) is None:
@@ -363,16 +363,16 @@ class HistoryLog(DiskLog[HistoryTables]):
 
     async def named(self, name: str, place: int) -> _KeptRequest | None:
         """One sequence of a request, with times of the monotonic clock."""
-        kept = await self.ask(HistoryTables.named, name, place)
-        return None if kept is None else kept.by_clock(time.time() - time.monotonic())
+        stored = await self.ask(HistoryTables.named, name, place)
+        return None if stored is None else stored.by_clock(time.time() - time.monotonic())
 
     async def stays(self, start: float, end: float) -> tuple[list[SeatStay], float]:
         """The stays in seats between two times, monotonic, of requests that have ended, by their
         beginning; and from when on all are known. Raises HttpError 404 and 503 as `bins` does.
         """
         offset = time.time() - time.monotonic()
-        kept, kept_from = await self.ask(HistoryTables.seated, start + offset, end + offset)
-        records = [one.by_clock(offset).record for one in kept]
+        stored, kept_from = await self.ask(HistoryTables.seated, start + offset, end + offset)
+        records = [one.by_clock(offset).record for one in stored]
         stays = [stay for record in records for stay in record.stays_within(start, end)]
         stays.sort(key=lambda pair: pair[1].start)
         return stays, min(end, kept_from - offset)
@@ -387,12 +387,12 @@ class HistoryLog(DiskLog[HistoryTables]):
         start = max(start, time.monotonic() - 3600 * self.hours)
         end = max(end, start + _BIN_S)
         parts = max(1, min(parts, int((end - start) / _BIN_S)))
-        found = await self.ask(HistoryTables.merged, start + offset, end + offset, parts)
+        rows = await self.ask(HistoryTables.merged, start + offset, end + offset, parts)
         width = (end - start) / parts
-        columns = {name: [part[name] for part in found] for name in (*_SUMS, *_HIGHEST, _MEAN)}
+        columns = {name: [part[name] for part in rows] for name in (*_SUMS, *_HIGHEST, _MEAN)}
         kinds = [name for name in columns if name.startswith(_ROWS)]
         return {
-            "t": [round(start + width * part["place"], 3) for part in found],
+            "t": [round(start + width * part["place"], 3) for part in rows],
             "width": round(width, 6),
             "rows": {name.removeprefix(_ROWS): columns.pop(name) for name in kinds},
             **columns,

@@ -89,8 +89,8 @@ def _gaps(decode_rows: np.ndarray, ready: np.ndarray) -> _Samples:
 
 def _within(values: Iterable[tuple[float, float]], start: float, end: float) -> _Samples:
     t, seconds = np.fromiter(chain.from_iterable(values), np.float64).reshape(-1, 2).T
-    kept = (t > start) & (t <= end)
-    return t[kept], seconds[kept], np.ones(kept.sum(), np.int64)
+    within = (t > start) & (t <= end)
+    return t[within], seconds[within], np.ones(within.sum(), np.int64)
 
 
 def _percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float] | None:

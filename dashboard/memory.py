@@ -45,8 +45,8 @@ def memory(
         if record.first_token is not None:
             lengths.append((record.n_prompt, record.cached_tokens))
         if record.stays:
-            held = pages.setdefault(record.account, np.zeros(_MOMENTS, np.int64))
-            _add_pages(held, times, record, page_size)
+            pages_then = pages.setdefault(record.account, np.zeros(_MOMENTS, np.int64))
+            _add_pages(pages_then, times, record, page_size)
     return {
         "t": round(now, 4),
         "from": round(float(times[0]), 4),
@@ -55,7 +55,7 @@ def memory(
     }
 
 
-def _add_pages(held: np.ndarray, times: np.ndarray, record: RequestRecord, page_size: int) -> None:
+def _add_pages(pages: np.ndarray, times: np.ndarray, record: RequestRecord, page_size: int) -> None:
     """Add the pages of a sequence to `held`, int64[moments]."""
     n_before = 0
     for stay in record.stays:
@@ -64,7 +64,7 @@ def _add_pages(held: np.ndarray, times: np.ndarray, record: RequestRecord, page_
         low, high = np.searchsorted(times, (stay.start, stay.left))
         if high > low:
             tokens = _tokens(times[low:high], record, stay, (n_before, n_after))
-            held[low:high] += np.ceil(tokens / page_size).astype(np.int64)
+            pages[low:high] += np.ceil(tokens / page_size).astype(np.int64)
         n_before = n_after
 
 
@@ -90,9 +90,10 @@ def _largest(pages: dict[str, np.ndarray]) -> list[JsonDict]:
     """Lines of the tenants with most pages, and one of all others."""
     ordered = sorted(pages.items(), key=lambda item: -int(item[1].sum()))
     lines = [
-        {"name": label_of(name), "pages": held.tolist()} for name, held in ordered[:_MOST_TENANTS]
+        {"name": label_of(name), "pages": pages_of_tenant.tolist()}
+        for name, pages_of_tenant in ordered[:_MOST_TENANTS]
     ]
-    rest = [held for _, held in ordered[_MOST_TENANTS:]]
+    rest = [pages_of_tenant for _, pages_of_tenant in ordered[_MOST_TENANTS:]]
     if rest:
         lines.append({"name": _OTHERS, "pages": np.sum(rest, axis=0).tolist()})
     return lines
@@ -107,7 +108,7 @@ def _depths(lengths: list[tuple[int, int]]) -> list[JsonDict]:
     for low, high in pairwise(_DEPTHS):
         tokens = int(np.clip(n_prompt - low, 0, high - low).sum())
         if tokens:
-            found = int(np.clip(n_cached - low, 0, high - low).sum())
+            cached = int(np.clip(n_cached - low, 0, high - low).sum())
             prompts = int((n_prompt > low).sum())
-            rows.append({"from": low, "prompts": prompts, "tokens": tokens, "found": found})
+            rows.append({"from": low, "prompts": prompts, "tokens": tokens, "found": cached})
     return rows

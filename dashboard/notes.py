@@ -82,7 +82,7 @@ class Notes:
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        self.kept: list[Note] = []
+        self.newest: list[Note] = []
         #: Notes found so far, renewed ones included.
         self.n = 0
         self._news: deque[Note] = deque(maxlen=_NEWS)
@@ -95,12 +95,12 @@ class Notes:
         #: When the engine got ready whose proof was told of.
         self._proof_of = -np.inf
         #: What was told of outages, refusals and trouble, by code and beginning.
-        self._told: dict[tuple[str, float], Note] = {}
+        self._sent: dict[tuple[str, float], Note] = {}
         #: How often each accident has happened.
         self._accidents = dict.fromkeys(_ACCIDENTS, 0)
         #: When the engine was first seen asleep, monotonic; the drain was noted.
         self._asleep_at: float | None = None
-        self._told_drain = False
+        self._drain_noted = False
 
     def since(self, number: int) -> list[Note]:
         """Notes found after the first `number`, as far back as they are known."""
@@ -120,7 +120,7 @@ class Notes:
             *self._sleep(now),
             *self._drain(),
         ):
-            self.kept = with_note(self.kept, note, _KEPT)
+            self.newest = with_note(self.newest, note, _KEPT)
             self._news.append(note)
             self.n += 1
 
@@ -141,8 +141,8 @@ class Notes:
         notes = [_outage_note(msgspec.structs.asdict(one)) for one in incidents.outages]
         notes += [_refusals_note(msgspec.structs.asdict(one)) for one in incidents.refusals]
         notes += [_trouble_note(msgspec.structs.asdict(one)) for one in incidents.troubles]
-        told, self._told = self._told, {(note["code"], note["t"]): note for note in notes}
-        return [note for what, note in self._told.items() if told.get(what) != note]
+        before, self._sent = self._sent, {(note["code"], note["t"]): note for note in notes}
+        return [note for what, note in self._sent.items() if before.get(what) != note]
 
     def _new_accidents(self, now: float) -> Iterator[Note]:
         for code, accident in _ACCIDENTS.items():
@@ -193,8 +193,8 @@ class Notes:
     def _drain(self) -> Iterator[Note]:
         """The server was told to stop."""
         drain = self.client.history.incidents.drain
-        if drain is not None and not self._told_drain:
-            self._told_drain = True
+        if drain is not None and not self._drain_noted:
+            self._drain_noted = True
             t, n_open = drain
             message = f"the server was told to stop; open sequences: {n_open}"
             yield _make_note(t, "info", "drain", message, {"open": n_open})

@@ -76,24 +76,24 @@ class PageFiles(StaticFiles):
             if self.lookup_path(entry)[1] is not None:
                 return self._bundle(path, entry, scope)
         reads_gzip = accepts_gzip(scope)
-        kept = self._compressed.get(path)
-        if kept is not None and reads_gzip:
-            _, found = self.lookup_path(path)
-            if found is not None and found.st_mtime_ns == kept.changed_ns:
-                return self._send(kept, scope)
+        stored = self._compressed.get(path)
+        if stored is not None and reads_gzip:
+            _, file_status = self.lookup_path(path)
+            if file_status is not None and file_status.st_mtime_ns == stored.changed_ns:
+                return self._send(stored, scope)
         response = await super().get_response(path, scope)
         response.headers["cache-control"] = "no-cache"
         response.headers["vary"] = "accept-encoding"
         is_large = int(response.headers.get("content-length", 0)) >= _GZIP_FROM
         if not isinstance(response, FileResponse) or not is_large or not reads_gzip:
             return response
-        kept = self._compressed[path] = await run_in_threadpool(_compress, response)
-        return self._send(kept, scope)
+        stored = self._compressed[path] = await run_in_threadpool(_compress, response)
+        return self._send(stored, scope)
 
     def _bundle(self, path: str, entry: str, scope: Scope) -> Response:
         """The script of a module and of all that it imports."""
-        kept = self._compressed.get(path)
-        if kept is None or kept.changed_ns != _newest(self._modules[path]):
+        stored = self._compressed.get(path)
+        if stored is None or stored.changed_ns != _newest(self._modules[path]):
             modules = self._modules[path] = _in_order(entry)
             changed, text = _newest(modules), _script(modules)
             headers = {
@@ -103,11 +103,11 @@ class PageFiles(StaticFiles):
                 "content-encoding": "gzip",
             }
             body = gzip.compress(text.encode(), _LEVEL, mtime=0)
-            kept = self._compressed[path] = _Compressed(changed, body, headers, "text/javascript")
+            stored = self._compressed[path] = _Compressed(changed, body, headers, "text/javascript")
         if accepts_gzip(scope):
-            return self._send(kept, scope)
-        headers = kept.headers | {"content-encoding": "identity"}
-        return Response(gzip.decompress(kept.body), 200, headers, kept.media_type)
+            return self._send(stored, scope)
+        headers = stored.headers | {"content-encoding": "identity"}
+        return Response(gzip.decompress(stored.body), 200, headers, stored.media_type)
 
     def _send(self, file: _Compressed, scope: Scope) -> Response:
         if self.is_not_modified(Headers(file.headers), Headers(scope=scope)):
@@ -155,8 +155,8 @@ async def zipped(parts: AsyncGenerator[bytes], level: int = _LEVEL) -> AsyncGene
 async def _document(name: str, first: FirstData | None) -> AsyncGenerator[bytes]:
     """A page with its styles in it and its script as one file; at its end the first data."""
 
-    def style(found: re.Match[str]) -> str:
-        return f"<style>\n{(_STATIC / found[1]).read_text()}</style>\n"
+    def style(match: re.Match[str]) -> str:
+        return f"<style>\n{(_STATIC / match[1]).read_text()}</style>\n"
 
     text = _STYLE.sub(style, (_STATIC / name).read_text())
     text = _SCRIPT.sub(rf'<script type="module" src="assets/\1{_BUNDLE}">', text)
@@ -183,8 +183,8 @@ def _in_order(entry: str) -> list[str]:
             raise ValueError(f"modules import each other: {' -> '.join((*above, name))}")
         if name in ordered:
             return
-        for found in _IMPORT.finditer((_STATIC / name).read_text()):
-            visit(found[2], (*above, name))
+        for match in _IMPORT.finditer((_STATIC / name).read_text()):
+            visit(match[2], (*above, name))
         ordered[name] = None
 
     visit(entry, ())
@@ -208,8 +208,8 @@ def _as_function(name: str) -> str:
 def _statements(name: str) -> Iterator[str]:
     """A module's code, with what it imports taken from the variables of modules."""
 
-    def take(found: re.Match[str]) -> str:
-        return f"const {{{found[1].replace(' as ', ': ')}}} = {_variable(found[2])};"
+    def take(match: re.Match[str]) -> str:
+        return f"const {{{match[1].replace(' as ', ': ')}}} = {_variable(match[2])};"
 
     yield _EXPORT.sub("", _IMPORT.sub(take, (_STATIC / name).read_text()))
 

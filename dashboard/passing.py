@@ -97,9 +97,9 @@ def _own_headers(path: str, answer: httpx.Response) -> dict[str, str]:
     """
     is_error = answer.status_code >= 400
     expected, name = (_DATA, "") if is_error else _FILES.get(path, (_DATA, ""))
-    given = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if given != expected or not (is_error or 200 <= answer.status_code < 300):
-        raise ValueError(given)
+    media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != expected or not (is_error or 200 <= answer.status_code < 300):
+        raise ValueError(media_type)
     headers = {"content-type": f"{expected}; charset=utf-8"}
     if name:
         headers["content-disposition"] = f'attachment; filename="{name}"'

@@ -351,10 +351,10 @@ def _seat_traces(shown: JsonObject) -> list[go.Bar]:
     #: Of requests as people see them, in the order of their coming.
     numbers: dict[str, int] = {}
     traces: dict[tuple[str, str], list[SeatSpan]] = {}
-    for seat, request, index, came, first_token, left in zip(*columns, strict=True):
+    for seat, request, index, start, first_token, left in zip(*columns, strict=True):
         number = numbers.setdefault(f"{request} {index}", len(numbers))
         last = end if left is None else min(left, end)
-        for kind, span in SeatSpan.phases(seat, number, max(came, begin), first_token, last):
+        for kind, span in SeatSpan.phases(seat, number, max(start, begin), first_token, last):
             traces.setdefault((kind, _HUES[number % len(_HUES)]), []).append(span)
     names = list(numbers)
     return [_phase_bars(*key, spans, end, names) for key, spans in traces.items()]

@@ -94,12 +94,12 @@ def listing(
     `cursor`; next: the cursor to go on with, null at the end. search: a part of the request's id,
     x-request-id, user, key's digest or error code, in any case.
     """
-    wanted = _Wanted(state, cursor, search.lower(), identity)
+    filters = _Wanted(state, cursor, search.lower(), identity)
     shown: list[RequestRecord] = []
     for place, request in enumerate(history.newest()):
         if place % _LOOKS == 0:
             yield
-        if wanted.includes(request):
+        if filters.includes(request):
             shown.append(request)
         if len(shown) > limit:
             break
@@ -202,7 +202,7 @@ def _sitters(
     if not request.stays:
         return []
     first = request.stays[0]
-    found: list[JsonDict] = []
+    sitters: list[JsonDict] = []
     for place, other in enumerate([*history.ended(request.arrival), *history.open()]):
         if place % _LOOKS == 0:
             yield
@@ -211,8 +211,8 @@ def _sitters(
                 name = other.request_id if identity.may_see(other.tenant) else ""
                 index = other.index if name else 0
                 left = min(stay.left, first.start)
-                found.append({"request": name, "index": index, "to": _t(left)})
-    return sorted(found, key=lambda one: one["to"])[-_MOST_SITTERS:]
+                sitters.append({"request": name, "index": index, "to": _t(left)})
+    return sorted(sitters, key=lambda one: one["to"])[-_MOST_SITTERS:]
 
 
 def _causes_by_phase(request: RequestRecord) -> list[JsonDict]:
@@ -224,8 +224,8 @@ def _causes_by_phase(request: RequestRecord) -> list[JsonDict]:
             "preemption" in seconds and kind == "prefill"
         )
         seconds["preemption" if is_again else kind] += phase["to"] - phase["from"]
-    found = [_cause(code, value, request) for code, value in seconds.items() if value > _LEAST_S]
-    return sorted(found, key=lambda cause: -cause["seconds"])
+    causes = [_cause(code, value, request) for code, value in seconds.items() if value > _LEAST_S]
+    return sorted(causes, key=lambda cause: -cause["seconds"])
 
 
 def _phases(request: RequestRecord, now: float) -> list[JsonDict]:
@@ -404,8 +404,8 @@ class Steps:
         if request.refused:
             return []
         seconds = _seconds_by_cause(request, self, self.now).items()
-        found = [_cause(code, value, request) for code, value in seconds if value > _LEAST_S]
-        return sorted(found, key=lambda cause: -cause["seconds"])
+        entries = [_cause(code, value, request) for code, value in seconds if value > _LEAST_S]
+        return sorted(entries, key=lambda cause: -cause["seconds"])
 
 
 def _others(counts: np.ndarray) -> JsonDict:

@@ -57,8 +57,8 @@ def record_columns(history: History, after: int, until: int, now: float) -> Work
     seconds to the microsecond, and `ready`, when each step was done. left_out: how many older ones
     were asked for and are not here.
     """
-    kept = yield from _copied(history, after, until)
-    records, ready = kept
+    copies = yield from _copied(history, after, until)
+    records, ready = copies
     columns: dict[str, list[Any]] = {}
     for name in STEP_DTYPE.names or ():
         columns[name] = _column(records[-_MAX_RECORDS:][name])
@@ -76,8 +76,8 @@ def own_columns(history: History, after: int, until: int, now: float, identity: 
     """As `record_columns`, for a viewer who is no administrator: the rows of its own requests, in
     the steps in which it had any, and totals of all steps that are kept, whosever they were.
     """
-    kept = yield from _copied(history, -1, history.records.last_step)
-    records, ready = kept
+    copies = yield from _copied(history, -1, history.records.last_step)
+    records, ready = copies
     rows = _OwnRows(records["step"].astype(np.int64))
     for place, record in enumerate([*history.ended(now - History.keep_s), *history.open()]):
         if identity.may_see(record.tenant):
@@ -212,9 +212,9 @@ class Window:
         """
         history = self.history
         stays = yield from _quietly(self.stays())
-        taken = yield from _quietly(self._steps())
+        steps = yield from _quietly(self._steps())
         mark = b'{"displayTimeUnit":"ms","traceEvents":['
-        for events in _trace_events(history, stays, taken, now, model):
+        for events in _trace_events(history, stays, steps, now, model):
             yield mark + msgspec.json.encode(events)[1:-1]
             mark = b","
         yield b"]}"
@@ -365,7 +365,7 @@ def _quietly[T](work: Generator[None, None, T]) -> Generator[bytes, None, T]:
 def _trace_events(
     history: History,
     stays: list[SeatStay],
-    taken: tuple[np.ndarray, np.ndarray],
+    steps: tuple[np.ndarray, np.ndarray],
     now: float,
     model: str,
 ) -> Iterator[list[JsonDict]]:
@@ -373,7 +373,7 @@ def _trace_events(
     yield _thread_names(len(history.seats), model)
     for request, stay in stays:
         yield _stay_events(request, stay, now)
-    records, ready = taken[0][-_MAX_TRACED:], taken[1][-_MAX_TRACED:]
+    records, ready = steps[0][-_MAX_TRACED:], steps[1][-_MAX_TRACED:]
     for first in range(0, len(records), _TOLD):
         yield _step_events(records[first : first + _TOLD], ready[first : first + _TOLD])
 

@@ -494,11 +494,11 @@ def _headline(replica: ReplicaView) -> str:
     """Seats taken, and requests that wait."""
     if replica.seats is None:
         return _loading(replica)
-    seats, taken = len(replica.seats), sum(seat.state != "free" for seat in replica.seats)
+    seats, n_taken = len(replica.seats), sum(seat.state != "free" for seat in replica.seats)
     queue = _queue(replica.metrics.get("waiting", 0))
-    if taken == seats:
+    if n_taken == seats:
         return f"Full: all {seats} seats taken, {queue}"
-    return f"{taken} of {seats} seats taken, {queue}"
+    return f"{n_taken} of {seats} seats taken, {queue}"
 
 
 def _queue(waiting: int) -> str:

@@ -54,9 +54,9 @@ class Viewer:
 
     def _drop(self) -> None:
         hellos = [event for event in self._events if event.startswith(_HELLO)]
-        kept = hellos[-1:]
-        self.dropped += len(self._events) - len(kept)
-        self._events = deque(kept)
+        remaining = hellos[-1:]
+        self.dropped += len(self._events) - len(remaining)
+        self._events = deque(remaining)
         self.lost = True
 
     def take_queued(self) -> bytes:

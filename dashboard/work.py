@@ -31,12 +31,12 @@ class WorkList:
         """
         now = time.time()
         tasks = self._tasks()
-        found = await tasks.newest(_owner(identity), _MOST) if tasks is not None else {}
+        newest = await tasks.newest(_owner(identity), _MOST) if tasks is not None else {}
         return {
             "t": now,
-            "batches": [_batch(batch, identity, now) for batch in found.get("batches", ())],
-            "jobs": [_task(job, identity) for job in found.get("jobs", ())],
-            "files": [_file(file, identity) for file in found.get("files", ())],
+            "batches": [_batch(batch, identity, now) for batch in newest.get("batches", ())],
+            "jobs": [_task(job, identity) for job in newest.get("jobs", ())],
+            "files": [_file(file, identity) for file in newest.get("files", ())],
         }
 
     async def cancel(self, id: str, identity: Identity) -> None:
