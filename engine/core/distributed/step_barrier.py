@@ -135,7 +135,7 @@ class StepBarrier:
         #: The round that this engine has not answered yet; written by the core's thread.
         self._round = 0
         #: The last round in which this engine was asked.
-        self._asked = -1
+        self._asked_round = -1
         self._answers: queue.SimpleQueue[RunStep] = queue.SimpleQueue()
         #: The first is readable once this engine has been asked.
         self._waking, self._waker = socket.socketpair()
@@ -148,7 +148,7 @@ class StepBarrier:
             case RunStep():
                 self._answers.put(message)
             case AskForStep(round=number):
-                self._asked = number
+                self._asked_round = number
                 self._wake()
             case Stragglers():
                 self._stragglers = message.hosts or []
@@ -178,7 +178,7 @@ class StepBarrier:
         """Whether other engines wait for this engine's proposal. Clears the wake-up."""
         with contextlib.suppress(BlockingIOError):
             self._waking.recv(64)
-        return self._asked == self._round
+        return self._asked_round == self._round
 
     def fileno(self) -> int:
         """File descriptor that is readable once this engine is asked."""

@@ -47,14 +47,14 @@ def with_schemas(grammar: Grammar, enforce: Callable[[JsonDict], Enforced]) -> E
 
 def schemas(grammar: Grammar) -> list[JsonDict]:
     """All JSON schemas of a grammar."""
-    found: list[JsonDict] = []
+    schemas: list[JsonDict] = []
 
     def note(schema: JsonDict) -> Enforced:
-        found.append(schema)
+        schemas.append(schema)
         return Enforced(schema, [])
 
     with_schemas(grammar, note)
-    return found
+    return schemas
 
 
 def writes_json(grammar: Grammar) -> bool:

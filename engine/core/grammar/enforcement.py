@@ -142,22 +142,22 @@ class Enforcer:
     def _find(self, schema: JsonDict, error: str) -> list[_Subschema]:
         """The path from a schema to the innermost subschema with the same error."""
         shared = {name: schema[name] for name in _SHARED & schema.keys()}
-        found = [_Subschema([], schema)]
+        subschemas = [_Subschema([], schema)]
         while True:
-            path, inner = found[-1]
+            path, inner = subschemas[-1]
             for steps, child in children(inner):
                 if isinstance(child, dict) and self._error(shared | child) == error:
-                    found.append(_Subschema(path + steps, child))
+                    subschemas.append(_Subschema(path + steps, child))
                     break
             else:
-                return found
+                return subschemas
 
     def _without_error(
-        self, schema: JsonDict, found: list[_Subschema], error: str
+        self, schema: JsonDict, subschemas: list[_Subschema], error: str
     ) -> tuple[JsonDict, str]:
         """(the schema without the keyword that causes an error, a pointer to the keyword)."""
         shared = {name: schema[name] for name in _SHARED & schema.keys()}
-        for path, culprit in reversed(found):
+        for path, culprit in reversed(subschemas):
             for keyword in _suspects(culprit, error):
                 relaxed = _relaxed(culprit, keyword, error)
                 if self._error(shared | relaxed if path else relaxed) != error:

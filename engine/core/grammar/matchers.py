@@ -162,10 +162,10 @@ class GrammarMatcher:
         return self._mask_s > _SLOW_S
 
     def take(self, tokens: list[int], start: int, *, last: bool = False) -> None:
-        fresh = tokens[start + self._taken :]
+        fresh = tokens[start + self._n_accepted :]
         if self._pending or not fresh:
             return
-        self._taken += len(fresh)
+        self._n_accepted += len(fresh)
         self._fresh += fresh
         self._mask = None
         if self._is_slow and not last:
@@ -397,13 +397,15 @@ class Matchers:
         self._compiling = ReplaceableThreads("grammars")
         # The fields below are guarded by the lock; the compiling thread writes them too.
         self._lock = self._threads.lock
-        self._kept: LruCache[Grammar, _Compiled | RequestError] = LruCache(_MOST_BYTES, _bytes_of)
+        self._compiled: LruCache[Grammar, _Compiled | RequestError] = LruCache(
+            _MOST_BYTES, _bytes_of
+        )
         self._jobs: dict[Grammar, _Job] = {}
 
     def begin(self, grammar: Grammar) -> None:
         """Start compiling a grammar, unless it is compiled or queued."""
         with self._lock:
-            if grammar in self._kept or grammar in self._jobs:
+            if grammar in self._compiled or grammar in self._jobs:
                 return
             job = self._jobs[grammar] = _Job(grammar, self._clock())
         self._compiling.put(partial(self._compile, job))
@@ -413,7 +415,7 @@ class Matchers:
         the grammar cannot be used.
         """
         with self._lock:
-            compiled = self._kept.get(grammar)
+            compiled = self._compiled.get(grammar)
             job = self._jobs.get(grammar)
             if compiled is None and job is not None and self._clock() - job.since > _TIMEOUT_S:
                 self._give_up(job)
@@ -486,7 +488,7 @@ class Matchers:
             if not (work.masks or work.compiled):
                 return None
             self._threads.work = GrammarWork()
-            work.kept = len(self._kept)
+            work.kept = len(self._compiled)
         return work
 
     def _give_up(self, job: _Job) -> None:
@@ -509,7 +511,7 @@ class Matchers:
             del self._jobs[job.grammar]
             self._threads.work.compiled += 1
             self._threads.work.compile_s += self._clock() - started
-            self._kept.put(job.grammar, result)
+            self._compiled.put(job.grammar, result)
 
     def _result(self, grammar: Grammar) -> _Compiled | RequestError:
         try:

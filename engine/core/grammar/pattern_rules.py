@@ -41,7 +41,7 @@ def rust_pattern(pattern: str) -> str:
 
 def without_assertions(pattern: str) -> str:
     """A wider pattern, without look-around and boundaries and their quantifiers."""
-    kept: list[str] = []
+    texts: list[str] = []
     #: Open parentheses inside of a look-around.
     depth = 0
     #: End of the last assertion and its quantifier.
@@ -56,8 +56,8 @@ def without_assertions(pattern: str) -> str:
             assert quantifier is not None  # it may be empty
             end = quantifier.end()
         elif not depth and word.end > end:
-            kept.append(word.text)
-    return "".join(kept)
+            texts.append(word.text)
+    return "".join(texts)
 
 
 class _Word(NamedTuple):

@@ -148,7 +148,7 @@ class SchemaRules:
         self, schema: JsonDict, place: str, draft: int, reason_against: _ReasonAgainst
     ) -> JsonDict:
         """A schema without keywords that cannot be enforced. Raises RequestError if strict."""
-        kept: JsonDict = {}
+        keywords: JsonDict = {}
         for keyword, value in schema.items():
             if _says_nothing(keyword, value):
                 continue
@@ -156,13 +156,13 @@ class SchemaRules:
             # llguidance refuses it where the subschema is used.
             is_refused = self.terms.strict and keyword in _UNKNOWN
             if not reason or (is_refused and reason_against is _reason_against):
-                kept[keyword] = value
+                keywords[keyword] = value
                 continue
             if self.terms.strict:
                 raise self.terms.refusal(place, reason)
             self.left_out.append(f"{place}/{keyword}")
-            kept |= _remainder(keyword, value)
-        return kept
+            keywords |= _remainder(keyword, value)
+        return keywords
 
     def _value(self, keyword: str, value: JsonValue, place: str, draft: int) -> JsonValue:
         """Rewrite a keyword's value."""

@@ -79,16 +79,16 @@ def resolved(root: JsonDict, reference: str) -> JsonValue:
     """The target of a reference within the document; None if it is no pointer, or has no target."""
     if not re.match(r"#(/|$)", reference):
         return None
-    found: JsonValue = root
+    value: JsonValue = root
     for step in unquote(reference).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(value, dict) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
         else:
             return None
-    return found
+    return value
 
 
 def is_anything(schema: JsonValue) -> bool:

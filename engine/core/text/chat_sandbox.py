@@ -60,10 +60,10 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **attributes: Any):
         self, *rest = args  # `self` may be an attribute
-        given = dict(*rest, **attributes)
-        for name in given:
+        fields = dict(*rest, **attributes)
+        for name in fields:
             _check_name(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, fields)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -126,11 +126,11 @@ def render(template: str, messages: Sequence[JsonDict], variables: Mapping[str, 
     for name in _OWN_VARIABLES & variables.keys():
         raise ValueError(f"{name} cannot be set for a chat template")
     prepared = [_with_reasoning(message) for message in messages]
-    given: JsonDict = {"tools": None, "documents": None, "add_generation_prompt": False}
-    given |= variables
-    goes_on = given.pop("continue_final_message", False)
+    context: JsonDict = {"tools": None, "documents": None, "add_generation_prompt": False}
+    context |= variables
+    goes_on = context.pop("continue_final_message", False)
     end = _mark_end(prepared, template) if goes_on else ""
-    text = compiled(template).render(given | {"messages": prepared})
+    text = compiled(template).render(context | {"messages": prepared})
     return _cut(text, end) if goes_on else text
 
 

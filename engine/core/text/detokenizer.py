@@ -72,7 +72,7 @@ class TextStream:
         #: Finders with a partial match at the end of the text.
         self._begun: list[_StopFinder] = []
         self._utf8 = _Utf8Decoder(errors="replace")
-        self._held = ""
+        self._pending = ""
         self._decoded = 0  # characters decoded so far, held ones included
         self._tokens = 0
         for token in prompt_ids[-4:]:  # a character has at most 4 bytes, a token at least one
@@ -118,8 +118,8 @@ class TextStream:
         """The rest of the text at its end: an unfinished character and held text."""
         text = self._settle(self._utf8.decode(b"", True), delta)
         if delta.stop is None:
-            text += self._held
-            self._held = ""
+            text += self._pending
+            self._pending = ""
         return text
 
     def _bytes(self, token: int) -> bytes:
@@ -132,23 +132,23 @@ class TextStream:
         if not self._finders or self._tokens <= self._min_tokens:
             self._decoded += len(piece)
             return piece
-        text = self._held + piece
-        end = len(self._held)
+        text = self._pending + piece
+        end = len(self._pending)
         for char in piece:
             end += 1
             self._decoded += 1
             delta.stop = self._completed_by(char)
             if delta.stop is not None:
                 return self._stopped(text[:end], delta.stop)
-        held = 0
+        n_pending = 0
         if not self._include_stop:
-            held = max([finder.matched for finder in self._begun], default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            n_pending = max([finder.matched for finder in self._begun], default=0)
+        self._pending = text[len(text) - n_pending :]
+        return text[: len(text) - n_pending]
 
     def _stopped(self, text: str, stop: str) -> str:
         """The shown part of a text that ends with a stop string."""
-        self._held = ""
+        self._pending = ""
         if self._include_stop:
             return text
         return text.removesuffix(stop)

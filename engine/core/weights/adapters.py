@@ -214,8 +214,8 @@ def _check_modules(adapter: Adapter, matrices: Sequence[Target]) -> None:
     """Raises ModelError for an adapter that changes what the model does not have, or what no
     adapter can change here.
     """
-    known = {_module_of(piece) for target in matrices for piece in target.pieces}
-    others = sorted(adapter.modules.keys() - known)
+    modules = {_module_of(piece) for target in matrices for piece in target.pieces}
+    others = sorted(adapter.modules.keys() - modules)
     if others:
         more = f" and {len(others) - _NAMED_AT_MOST} more" * (len(others) > _NAMED_AT_MOST)
         raise ModelError(

@@ -110,10 +110,10 @@ class GGUFTensors(GGUFFile):
         self.laid_out: dict[str, _LaidOut] = {}
         self._shapes: dict[str, Shape] = {}
         for name, tensor in self.tensors.items():
-            found = _STACK.fullmatch(name)
+            match = _STACK.fullmatch(name)
             layout = _LAYOUTS.get(name.split(".", 2)[-1])
-            if found is not None:
-                self._take_apart(name, tensor.shape, *found.groups())
+            if match is not None:
+                self._take_apart(name, tensor.shape, *match.groups())
             elif layout is not None and len(tensor.shape) in layout.axes:
                 self._lay_out(name, layout.shape(tensor.shape), partial(self._read, name, layout))
             elif name.endswith(_KEYS) and len(tensor.shape) == 3:

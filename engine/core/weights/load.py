@@ -153,15 +153,15 @@ def load_shapes(
 def _store_alike(model: Model, weights: WeightMap, loader: _Loader, dtype: DTypeLike) -> None:
     """Give the matrices of an abstract model the schemes that their checkpoint has."""
     plain = abstract_model(model.config, dtype=dtype)
-    found: dict[Path, tuple[str, int] | None] = {}
+    schemes: dict[Path, tuple[str, int] | None] = {}
     for target in weights.targets:
         path = target.path
         if path[-1] != "kernel":
             continue
         place = tuple(name for name in path if not isinstance(name, int))
-        if place not in found:
-            found[place] = loader.stored_scheme(target)
-        stored = found[place]
+        if place not in schemes:
+            schemes[place] = loader.stored_scheme(target)
+        stored = schemes[place]
         if stored is not None:
             scheme, group = stored
             pack = partial(quantise, scheme=scheme, dtype=dtype, group=group)
@@ -293,7 +293,7 @@ def _laid_out(parts: tuple[_Part, ...], shares: Shares) -> list[Packed]:
     return shares.on_each(work, read)
 
 
-def _join(parts: tuple[Packed, ...], known: Array | None) -> Packed:
+def _join(parts: tuple[Packed, ...], scale: Array | None) -> Packed:
     """See `Shares.on_each`."""
     return repack.join(list(parts))
 
@@ -317,16 +317,16 @@ def _parts_of(path: Path, matrices: list[StoredMatrix], shares: Shares, device: 
     """A device's parts of matrices that lie one behind the other, in its own order."""
     shape = sum([matrix.shape[0] for matrix in matrices]), matrices[0].shape[1]
     _, places = shares.places(path, shape, device, transposed=True)
-    found = []
+    pieces = []
     for outputs, inputs in places:
         first = 0
         for matrix in matrices:
             low = max(outputs.start - first, 0)
             high = min(outputs.stop - first, matrix.shape[0])
             if low < high:
-                found.append(_Part(matrix, slice(low, high), inputs))
+                pieces.append(_Part(matrix, slice(low, high), inputs))
             first += matrix.shape[0]
-    return found
+    return pieces
 
 
 def _check_groups(path: Path, matrix: StoredMatrix, shares: Shares) -> None:
@@ -406,11 +406,11 @@ def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray
     for number in shares.engines_numbers:
         if number not in shares.own_numbers:
             part = jnp.asarray(shares.cut(path, stored, number, transposed=True))
-            found = np.asarray(greatest(part.T))
+            maxima = np.asarray(greatest(part.T))
             if most is None:
-                most = np.zeros((n_groups, found.size), np.float32)
+                most = np.zeros((n_groups, maxima.size), np.float32)
             group = shares.group_of(path, number)
-            most[group] = np.maximum(most[group], found)
+            most[group] = np.maximum(most[group], maxima)
     return most
 
 

@@ -75,16 +75,16 @@ class _OfExpert:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As of `Sliceable`."""
-        asked: tuple[slice, ...] = () if index is ... else index
+        slices: tuple[slice, ...] = () if index is ... else index
         places = [slice(0, size) for size in self.shape]
-        for axis, place in enumerate(asked):
+        for axis, place in enumerate(slices):
             places[axis] = slice(*place.indices(self.shape[axis])[:2])
         outputs, every = places[self._outputs], self.part.every
         first = every.start + every.step * outputs.start
         places[self._outputs] = slice(first, first + every.step * (outputs.stop - outputs.start))
         places = [slice(self.part.expert, self.part.expert + 1), *places]
-        found = self.tensor[tuple(_within(places, self.tensor.shape))][0]
-        return found[(slice(None),) * self._outputs + (slice(None, None, every.step),)]
+        rows = self.tensor[tuple(_within(places, self.tensor.shape))][0]
+        return rows[(slice(None),) * self._outputs + (slice(None, None, every.step),)]
 
 
 class PlainFolder(SafetensorsFolder):
@@ -101,10 +101,10 @@ class PlainFolder(SafetensorsFolder):
         #: By the name of an expert's tensor.
         self.parts: dict[str, _Part] = {}
         for name, shape in self.stored.items():
-            found = _STACK.fullmatch(name)
+            match = _STACK.fullmatch(name)
             granite = _GRANITE_STACK.fullmatch(name)
-            if found is not None:
-                self._take_apart(name, shape, *found.groups())
+            if match is not None:
+                self._take_apart(name, shape, *match.groups())
             elif granite is not None:
                 prefix, matrix = granite.groups()
                 self._take_apart(name, shape, f"{prefix}experts.", _GRANITE_MATRICES[matrix], "")
@@ -151,8 +151,8 @@ class PlainFolder(SafetensorsFolder):
     def _check_blocks(self, name: str, shape: Shape) -> None:
         scales = _scales_of(name)
         kinds = self.kinds[name], self.kinds.get(scales)
-        wanted = (*shape[:3], _BLOCK_BYTES), shape[:3]
-        if kinds != ("U8", "U8") or (shape, self.stored[scales]) != wanted:
+        expected = (*shape[:3], _BLOCK_BYTES), shape[:3]
+        if kinds != ("U8", "U8") or (shape, self.stored[scales]) != expected:
             raise ModelError(
                 f"{name[:100]} {list(shape)} needs blocks of {_BLOCK_BYTES} bytes, and scales U8 "
                 f"{list(shape[:3])} under {scales[-60:]}"

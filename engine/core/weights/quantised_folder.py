@@ -126,9 +126,7 @@ class QuantisedFolder(SafetensorsFolder):
 
     types = (*SafetensorsFolder.types, *_EIGHT_BITS, "I32", "I64")
 
-    def __init__(
-        self, folder: str | Path, packing: Packing, wanted: Container[str], part: str = ""
-    ):
+    def __init__(self, folder: str | Path, packing: Packing, names: Container[str], part: str = ""):
         """wanted: names of the model's tensors; GPTQ stores zero biases for layers without one.
         part: see `is_read`.
         """
@@ -137,7 +135,7 @@ class QuantisedFolder(SafetensorsFolder):
         self.stored = self.shapes
         self.shapes = {}
         for name, shape in self.stored.items():
-            if not name.endswith(_PARTS) and (name in wanted or not self._is_zero_bias(name)):
+            if not name.endswith(_PARTS) and (name in names or not self._is_zero_bias(name)):
                 self.shapes[name] = shape
         self.shapes |= dict(self._matrices())
 

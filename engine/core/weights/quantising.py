@@ -168,8 +168,8 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
         if config.recurrent is not None:
             slot = DeltaState.empty(config.recurrent.state_shapes(1))
         empty = config.by_layer(empty_pool, slot)
-        _, kept = nnx.merge(graph, state)(row, empty, meta, kernels)
-        pools = [kept[layer] for layer in config.pool_layers]  # [N, page, 2K, D]
+        _, states = nnx.merge(graph, state)(row, empty, meta, kernels)
+        pools = [states[layer] for layer in config.pool_layers]  # [N, page, 2K, D]
         return [jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32) for pool in pools]
 
     if mesh is not None:

@@ -138,7 +138,7 @@ class _LayOut:
     #: See `StoredMatrix`, of the part's outputs.
     order: tuple[int, ...] = ()
 
-    def __call__(self, read: _Read, known: Array | None) -> Packed:
+    def __call__(self, read: _Read, scale: Array | None) -> Packed:
         tensors, first = read
         return _reordered(_cropped(self.lay_out(*tensors), first, self.size), self.order)
 

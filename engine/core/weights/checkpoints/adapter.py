@@ -174,10 +174,10 @@ def _modules_of(tensors: SafetensorsFolder) -> dict[str, dict[str, str]]:
     """See `Adapter.modules`."""
     modules: dict[str, dict[str, str]] = {}
     for name in tensors.shapes:
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise ModelError(f"{_TENSORS} holds {name[:100]}, which is no half of a linear layer's")
-        module, half = found.groups()
+        module, half = match.groups()
         halves = modules.setdefault(long_name(module), {})
         if half in halves:
             raise ModelError(

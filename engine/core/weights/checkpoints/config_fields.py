@@ -74,22 +74,22 @@ class Fields:
         """All token ids under some keys, each once in the order first seen; a key has one or a
         list.
         """
-        found: dict[int, None] = {}
+        token_ids: dict[int, None] = {}
         for key in keys:
             value = self.get(key, [])
             ids = value if isinstance(value, list) else [value]
             if not set(map(type, ids)) <= {int}:
                 self.reject(key, value, "a token id or a list of them")
-            found |= dict.fromkeys(ids)
-        return tuple(found)
+            token_ids |= dict.fromkeys(ids)
+        return tuple(token_ids)
 
     def token_id(self, key: str) -> int | None:
         """The first of them."""
         return next(iter(self.token_ids(key)), None)
 
-    def reject(self, key: str, value: object, wanted: str) -> None:
+    def reject(self, key: str, value: object, expected: str) -> None:
         """Raise ModelError for a value."""
-        raise ModelError(f"{self.where}: {key} must be {wanted}, found {str(value)[:60]!r}")
+        raise ModelError(f"{self.where}: {key} must be {expected}, found {str(value)[:60]!r}")
 
 
 class TensorFields(Fields):
@@ -101,9 +101,9 @@ class TensorFields(Fields):
         #: Names of tensors of layers, without their beginning -> shapes by the number of the layer.
         self._of_layers: dict[str, dict[int, tuple[int, ...]]] = {}
         for name, shape in shapes.items():
-            found = re.fullmatch(r"blk\.(\d{1,4})\.(.+)", name)
-            if found is not None:
-                self._of_layers.setdefault(found[2], {})[int(found[1])] = shape
+            match = re.fullmatch(r"blk\.(\d{1,4})\.(.+)", name)
+            if match is not None:
+                self._of_layers.setdefault(match[2], {})[int(match[1])] = shape
 
     def layers_with(self, name: str) -> frozenset[int]:
         """Which layers have a tensor of this name."""

@@ -79,10 +79,10 @@ def _layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     return layers
 
 
-def _numbers(fields: Fields, found: Any, n_layers: int, more: int) -> tuple[int, ...]:
-    if not isinstance(found, list) or len(found) != 3 or {*map(type, found)} != {int}:
-        fields.reject(_KEY, found, "the numbers of three layers")
-    return tuple(number + more for number in found)
+def _numbers(fields: Fields, numbers: Any, n_layers: int, more: int) -> tuple[int, ...]:
+    if not isinstance(numbers, list) or len(numbers) != 3 or {*map(type, numbers)} != {int}:
+        fields.reject(_KEY, numbers, "the numbers of three layers")
+    return tuple(number + more for number in numbers)
 
 
 def _check(config: ModelConfig, own: Eagle3Config, target: ModelConfig) -> None:
@@ -91,9 +91,9 @@ def _check(config: ModelConfig, own: Eagle3Config, target: ModelConfig) -> None:
     sizes.append(("vocab_size", config.vocab_size, target.vocab_size))
     if not own.embeds:
         sizes.append(("hidden_size", config.hidden_size, target.hidden_size))
-    for name, found, wanted in sizes:
-        if found != wanted:
+    for name, size, expected in sizes:
+        if size != expected:
             raise ConfigError(
-                f"draft_model is the head of a model with {name} {found}, not {wanted}: give the "
+                f"draft_model is the head of a model with {name} {size}, not {expected}: give the "
                 "EAGLE-3 head that was trained with this model"
             )

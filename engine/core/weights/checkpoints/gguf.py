@@ -79,10 +79,10 @@ def split_files(path: Path) -> list[Path]:
     """All files of a model whose name says that it is split; else the file itself. Raises
     ModelError unless it is the first one.
     """
-    found = _SPLIT.fullmatch(path.name)
-    if found is None or not 1 <= int(found[2]) <= int(found[3]):
+    match = _SPLIT.fullmatch(path.name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [path]
-    prefix, number, count = found.groups()
+    prefix, number, count = match.groups()
     names = [f"{prefix}-{own:05}-of-{count}.gguf" for own in range(1, int(count) + 1)]
     if int(number) != 1:
         raise ModelError(f"{path.name} is a part of a model: give the first one, -00001-of-{count}")
@@ -91,8 +91,8 @@ def split_files(path: Path) -> list[Path]:
 
 def model_name(path: Path) -> str:
     """The name of the model that a file, or the first of several, holds."""
-    found = _SPLIT.fullmatch(path.name)
-    return path.stem if found is None else found[1]
+    match = _SPLIT.fullmatch(path.name)
+    return path.stem if match is None else match[1]
 
 
 class GGUFFile:
@@ -161,9 +161,9 @@ class GGUFFile:
         out = np.empty((len(stored), columns.stop - columns.start), np.float32)
         # The library decodes rows; a few at a time keep its float32 temporaries small.
         step = max(1, _DECODE_ELEMENTS // ((end - first) * block))
-        wanted = slice(columns.start - first * block, columns.stop - first * block)
+        within = slice(columns.start - first * block, columns.stop - first * block)
         for row in range(0, len(stored), step):
-            out[row : row + step] = self._decoded(name, stored[row : row + step], kind)[:, wanted]
+            out[row : row + step] = self._decoded(name, stored[row : row + step], kind)[:, within]
         return out
 
     def _decoded(self, name: str, rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:

@@ -122,8 +122,8 @@ def _family_named(name: object) -> tuple[str, Family]:
     for architecture, family in readable.items():
         if family.gguf_name == name:
             return architecture, family
-    known = ", ".join(family.gguf_name for family in readable.values())
-    raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {known}")
+    names = ", ".join(family.gguf_name for family in readable.values())
+    raise ModelError(f"GGUF: unknown architecture {str(name)[:40]!r}; known: {names}")
 
 
 def _fields_of(
@@ -140,8 +140,8 @@ def _fields_of(
 
 def _inner(fields: TensorFields) -> int:
     """Columns of an expert's feed-forward, or of that of all rows."""
-    found = fields.size("ffn_down_exps.weight") or fields.size("ffn_down.weight")
-    return found or fields.integer("feed_forward_length", 1, MOST.width)
+    width = fields.size("ffn_down_exps.weight") or fields.size("ffn_down.weight")
+    return width or fields.integer("feed_forward_length", 1, MOST.width)
 
 
 def _head_dim(fields: Fields, default: int) -> int:

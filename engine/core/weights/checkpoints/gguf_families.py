@@ -319,8 +319,8 @@ def gemma4(fields: TensorFields, config: ModelConfig) -> ModelConfig:
         or False not in pattern
         or True not in pattern
     ):
-        wanted = f"{config.n_layers} times true or false, each once at least"
-        fields.reject("attention.sliding_window_pattern", pattern, wanted)
+        expected = f"{config.n_layers} times true or false, each once at least"
+        fields.reject("attention.sliding_window_pattern", pattern, expected)
     local, full = pattern.index(True), pattern.index(False)
     dim = fields.integer("attention.key_length_swa", 2, MOST.width)
     heads = FullHeads(

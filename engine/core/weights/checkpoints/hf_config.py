@@ -53,8 +53,8 @@ def _text_model(config: JsonObject) -> tuple[str, JsonObject]:
             return _wrapped_model(name, config)
         if isinstance(name, str) and _with_head(name) in FAMILIES:
             return _with_head(name), config
-    known = ", ".join([*FAMILIES, *WRAPPERS])
-    raise ModelError(f"config.json: unknown architecture {repr(names)[:100]}; known: {known}")
+    supported = ", ".join([*FAMILIES, *WRAPPERS])
+    raise ModelError(f"config.json: unknown architecture {repr(names)[:100]}; known: {supported}")
 
 
 def _wrapped_model(wrapper: str, config: JsonObject) -> tuple[str, JsonObject]:
@@ -65,14 +65,14 @@ def _wrapped_model(wrapper: str, config: JsonObject) -> tuple[str, JsonObject]:
     """
     text = Fields(config, "config.json").table("text_config")
     kind = text.get("model_type")
-    known = WRAPPERS[wrapper]
-    if not isinstance(kind, str) or kind not in known:
+    families = WRAPPERS[wrapper]
+    if not isinstance(kind, str) or kind not in families:
         raise ModelError(
             f"config.json: text_config of {wrapper} has model_type {str(kind)[:40]!r}; known: "
-            f"{', '.join(known)}"
+            f"{', '.join(families)}"
         )
     outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
-    return known[kind], {"tie_word_embeddings": False, **text, **outer}
+    return families[kind], {"tie_word_embeddings": False, **text, **outer}
 
 
 def _with_head(name: str) -> str:

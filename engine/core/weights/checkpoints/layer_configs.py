@@ -175,8 +175,8 @@ class LatentConfig:
         queries = heads * self.query_dim
         opening = hidden_size * (self.query_rank or queries) + self.query_rank * queries
         absorbed = heads * self.rank * (self.plain_dim + self.value_dim)
-        kept = hidden_size * (self.rank + self.rotated_dim)
-        return opening + kept + absorbed + hidden_size * heads * self.value_dim
+        latent = hidden_size * (self.rank + self.rotated_dim)
+        return opening + latent + absorbed + hidden_size * heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)

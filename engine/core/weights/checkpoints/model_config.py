@@ -214,10 +214,10 @@ class ModelConfig:
         """State of each layer: a pool, made of its own configuration, the state of a recurrent
         layer, or nothing.
         """
-        kept: list[Any] = [state if self.recurrent is not None else None] * self.n_layers
+        states: list[Any] = [state if self.recurrent is not None else None] * self.n_layers
         for layer in self.pool_layers:
-            kept[layer] = pool(self.of_layer(layer))
-        return kept
+            states[layer] = pool(self.of_layer(layer))
+        return states
 
     @property
     def n_pools(self) -> int:
@@ -359,9 +359,9 @@ class ModelConfig:
         if groups == engines == 1:
             return self
         if self.experts is None:
-            wanted = "data_parallel" if engines > 1 else f"expert_parallel {groups}"
+            setting = "data_parallel" if engines > 1 else f"expert_parallel {groups}"
             advice = _INSTEAD if engines > 1 else "leave it out"
-            raise ConfigError(f"{wanted} deals out experts, and this model has none: {advice}")
+            raise ConfigError(f"{setting} deals out experts, and this model has none: {advice}")
         if self.experts.n_experts % (engines * groups):
             dealt = f"expert_parallel {groups}"
             if engines > 1:

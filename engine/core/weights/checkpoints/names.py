@@ -207,13 +207,13 @@ class WeightMap:
         for name in shapes:
             if name not in pieces and not self._is_ignored(name):
                 faults["unexpected"].append(name)
-        found = []
-        for kind, names in faults.items():
-            if names:
-                found.append(f"{len(names)} {kind}: {_listed(names)}")
-        if found:
-            reasons = "; ".join(found)
-            raise ModelError(f"the tensors do not fit the model's configuration; {reasons}")
+        reasons = [
+            f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names
+        ]
+        if reasons:
+            raise ModelError(
+                f"the tensors do not fit the model's configuration; {'; '.join(reasons)}"
+            )
 
 
 class HeadNames(NamedTuple):
@@ -553,8 +553,8 @@ def _latent_weights(
     path = ("layers", layer, "attention")
     turned = head_order(config, layer, paired=names.paired_rows) or range(own.rotated_dim)
     queries = (*range(own.plain_dim), *(own.plain_dim + row for row in turned))
-    kept = (*range(own.rank), *(own.rank + row for row in turned))
-    opening = [_Rows(named("kv_a_proj_with_mqa"), own.rank + own.rotated_dim, 1, kept)]
+    order = (*range(own.rank), *(own.rank + row for row in turned))
+    opening = [_Rows(named("kv_a_proj_with_mqa"), own.rank + own.rotated_dim, 1, order)]
     if own.query_rank:
         opening = [_Rows(named("q_a_proj"), own.query_rank), *opening]
         rows = [_Rows(named("q_b_proj"), heads * own.query_dim, heads, queries)]

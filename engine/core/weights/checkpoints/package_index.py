@@ -88,14 +88,14 @@ def _download_over_http(project: str, wheel: str, path: Path, report: _Report) -
     index = next(filter(None, map(os.environ.get, names)), _PUBLIC_INDEX)
     page = "the index"
     try:
-        given = httpx.URL(index)
-        page = f"{str(given.copy_with(userinfo=b'')).rstrip('/')}/{project}/"
-        login = (given.username, given.password) if given.username else None
+        index_url = httpx.URL(index)
+        page = f"{str(index_url.copy_with(userinfo=b'')).rstrip('/')}/{project}/"
+        login = (index_url.username, index_url.password) if index_url.username else None
         with httpx.Client(follow_redirects=True, timeout=_TIMEOUT_S) as client:
             answer = client.get(page, headers={"accept": _JSON}, auth=login).raise_for_status()
             urls = {file["filename"]: file["url"] for file in answer.json()["files"]}
             url = httpx.URL(page).join(urls[wheel])
-            auth = login if url.netloc == given.netloc else None
+            auth = login if url.netloc == index_url.netloc else None
             with client.stream("GET", url, auth=auth) as response, path.open("wb") as file:
                 for part in response.raise_for_status().iter_bytes(1 << 18):
                     file.write(part)

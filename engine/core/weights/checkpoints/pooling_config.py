@@ -67,7 +67,7 @@ def folder_dimensions(folder: Path) -> tuple[int, ...] | None:
     return tuple(sorted(set(listed)))
 
 
-def _stated(folder: Path, known: Mapping[str, Pooling]) -> Pooling | None:
+def _stated(folder: Path, supported: Mapping[str, Pooling]) -> Pooling | None:
     """The pooling that a folder's files name, one of `known`'s values."""
     modules: dict[str, JsonObject] = {}
     for module in read_json_list(folder, _MODULES, missing_ok=True):
@@ -89,18 +89,18 @@ def _stated(folder: Path, known: Mapping[str, Pooling]) -> Pooling | None:
             f"{_MODULES}: the path of Pooling must name a folder, found {str(path)[:60]!r}"
         )
     config = read_json(safe_folder(folder, path), "config.json")
-    return _pooling(config, f"{path}/config.json", known)
+    return _pooling(config, f"{path}/config.json", supported)
 
 
-def _pooling(config: JsonObject, where: str, known: Mapping[str, Pooling]) -> Pooling:
+def _pooling(config: JsonObject, where: str, supported: Mapping[str, Pooling]) -> Pooling:
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)]
     if not isinstance(modes, list):
         modes = [modes]
     shown = ", ".join(map(str, modes))
-    if shown not in known:
+    if shown not in supported:
         raise ModelError(
-            f"{where}: the pooling must be {' or '.join(known)}, found {shown[:60] or 'none'}"
+            f"{where}: the pooling must be {' or '.join(supported)}, found {shown[:60] or 'none'}"
         )
-    return known[shown]
+    return supported[shown]

@@ -87,14 +87,14 @@ def _table(value: object) -> JsonObject:
     return {}
 
 
-def _demand(settings: JsonObject, key: str, wanted: str | int, default: object = None) -> None:
+def _demand(settings: JsonObject, key: str, expected: str | int, default: object = None) -> None:
     """ModelError unless the setting has the one value that is read."""
     value = settings.get(key, default)
     if isinstance(value, str):
         value = value.lower()
-    if value != wanted:
+    if value != expected:
         method = str(settings.get("quant_method", "compressed-tensors"))[:40]
-        raise _refusal(f"has {key} {str(value)[:40]}; only {wanted} is read (method {method})")
+        raise _refusal(f"has {key} {str(value)[:40]}; only {expected} is read (method {method})")
 
 
 def _refusal(reason: str) -> ModelError:

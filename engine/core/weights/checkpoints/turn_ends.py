@@ -46,9 +46,9 @@ def turn_ends(
         texts = texts - {"<|end|>"} | _HARMONY_ENDS
     written = [text for text in texts | _DOCUMENT_ENDS if text in template]
     every = {**others, **special}
-    found = {special[text] for text in texts if text in special}
-    found |= {every[text] for text in written if text in every}
+    ids = {special[text] for text in texts if text in special}
+    ids |= {every[text] for text in written if text in every}
     documents = {id for text, id in special.items() if text in _DOCUMENT_ENDS}
-    if not found and documents.isdisjoint(named):
-        found = documents
-    return sorted(found)
+    if not ids and documents.isdisjoint(named):
+        ids = documents
+    return sorted(ids)

@@ -233,5 +233,5 @@ def tiny_config(name: str = "llama") -> ModelConfig:
     for architecture, family in FAMILIES.items():
         if family.name == name:
             return replace(tiny.SMALLEST, architecture=architecture, **family.tiny)
-    known = ", ".join(family.name for family in FAMILIES.values())
-    raise ModelError(f"tiny-random has no architecture {name!r}; known: {known}")
+    names = ", ".join(family.name for family in FAMILIES.values())
+    raise ModelError(f"tiny-random has no architecture {name!r}; known: {names}")

@@ -188,11 +188,11 @@ def muse_glimmer(values: JsonObject) -> ModelConfig:
     thetas = fields.get("layer_rope_theta")
     if thetas is None:
         thetas = [0 if whole else rope.theta for whole in sees_all]
-    known = 0, rope.theta
+    supported = 0, rope.theta
     if (
         not isinstance(thetas, list)
         or len(thetas) != len(layers)
-        or any(theta not in known for theta in thetas)
+        or any(theta not in supported for theta in thetas)
     ):
         fields.reject("layer_rope_theta", thetas, f"{len(layers)} times 0 or {rope.theta:g}")
     usual = tuple(0 if whole else window for whole in sees_all)

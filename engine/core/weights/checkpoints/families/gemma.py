@@ -120,7 +120,7 @@ def _gemma4_full_heads(fields: Fields, config: ModelConfig) -> FullHeads:
         dim = fields.integer("global_head_dim", 2, MOST.width, default=512)
         return FullHeads(heads, dim, 2 - as_values)
     tables = Fields(fields.table("per_layer_config"), "config.json: per_layer_config")
-    found = set()
+    kinds = set()
     for layer, window in enumerate(config.windows):
         own = Fields(tables.table(str(layer)), f"{tables.where}: {layer}")
         dim = own.integer("head_dim", 2, MOST.width, default=config.head_dim)
@@ -128,10 +128,10 @@ def _gemma4_full_heads(fields: Fields, config: ModelConfig) -> FullHeads:
         if window and (dim, count) != (config.head_dim, heads):
             tables.reject(str(layer), own.values, "left out: the layer has a window")
         if not window:
-            found.add(FullHeads(count, dim, 2 - as_values))
-    if len(found) > 1:
+            kinds.add(FullHeads(count, dim, 2 - as_values))
+    if len(kinds) > 1:
         raise ModelError(f"{tables.where}: layers that see all have different heads")
-    return found.pop()
+    return kinds.pop()
 
 
 def _gemma4_experts(fields: Fields, config: ModelConfig) -> ExpertsConfig | None:

@@ -140,10 +140,10 @@ def granite4(values: JsonObject) -> ModelConfig:
     return replace(config, mamba=mamba)
 
 
-def _checked_kinds(fields: Fields, key: str, kinds: Any, known: Sequence[str]) -> list[str]:
+def _checked_kinds(fields: Fields, key: str, kinds: Any, supported: Sequence[str]) -> list[str]:
     """The kinds of layers; ModelError unless it is a list of known ones, some of which attend."""
-    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        fields.reject(key, kinds, f"a list of {', '.join(known)}")
+    if not isinstance(kinds, list) or any(kind not in supported for kind in kinds):
+        fields.reject(key, kinds, f"a list of {', '.join(supported)}")
     if not any(kind in _ATTENTION for kind in kinds):
         raise ModelError(f"config.json: {key}: a model in which no layer attends is not supported")
     return kinds
@@ -151,13 +151,13 @@ def _checked_kinds(fields: Fields, key: str, kinds: Any, known: Sequence[str]) -
 
 def _step_limits(fields: Fields) -> tuple[float, float]:
     """`time_step_limit`, in which transformers writes infinity as a table."""
-    given = fields.get("time_step_limit", [0.0, math.inf])
-    limits = given
-    if isinstance(given, list):
-        limits = [math.inf if one == {"__float__": "Infinity"} else one for one in given]
+    value = fields.get("time_step_limit", [0.0, math.inf])
+    limits = value
+    if isinstance(value, list):
+        limits = [math.inf if one == {"__float__": "Infinity"} else one for one in value]
     sound = isinstance(limits, list) and len(limits) == 2
     if not sound or not all(type(one) in (int, float) and one >= 0 for one in limits):
-        fields.reject("time_step_limit", given, "two numbers that are not negative")
+        fields.reject("time_step_limit", value, "two numbers that are not negative")
     return float(limits[0]), float(limits[1])
 
 
@@ -180,8 +180,8 @@ def nemotron_h(values: JsonObject) -> ModelConfig:
         bos_token_id=1,
         eos_token_id=2,
     )
-    known = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
-    for key, name in known.items():
+    supported = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
+    for key, name in supported.items():
         if fields.get(key, name) != name:
             raise ModelError(f"config.json: {key} other than {name} is not supported")
     for key in ("mlp_bias", "use_bias", "mamba_proj_bias", "attention_bias"):
@@ -221,8 +221,8 @@ def _nemotron_kinds(fields: Fields) -> list[str]:
     if kinds is None and isinstance(pattern, str):
         letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
         kinds = [letters.get(letter, letter) for letter in pattern]
-    known = *_MAMBA, *_ATTENTION, "mlp", "moe"
-    return _checked_kinds(fields, "layers_block_type", kinds, known)
+    supported = *_MAMBA, *_ATTENTION, "mlp", "moe"
+    return _checked_kinds(fields, "layers_block_type", kinds, supported)
 
 
 def _nemotron_experts(fields: Fields, config: ModelConfig, mixtures: frozenset[int]) -> ModelConfig:

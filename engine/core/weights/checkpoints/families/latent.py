@@ -8,7 +8,11 @@ from typing import Any
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
-from jitney.engine.core.weights.checkpoints.families.shared import dense_among, read_decoder
+from jitney.engine.core.weights.checkpoints.families.shared import (
+    check_kinds,
+    dense_among,
+    read_decoder,
+)
 from jitney.engine.core.weights.checkpoints.layer_configs import (
     ExpertsConfig,
     LatentConfig,
@@ -135,9 +139,7 @@ def glm4_moe_lite(values: JsonObject) -> ModelConfig:
     if kinds is None:
         dense = range(fields.integer("first_k_dense_replace", 0, layers, default=1))
         kinds = ["dense" if layer in dense else "sparse" for layer in range(layers)]
-    known = ("dense", "sparse")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
-        fields.reject("mlp_layer_types", kinds, f"{layers} times dense or sparse")
+    check_kinds(fields, "mlp_layer_types", kinds, layers, ("dense", "sparse"))
     assert config.experts is not None
     dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
     experts = replace(config.experts, dense_layers=frozenset(), dense_size=0)

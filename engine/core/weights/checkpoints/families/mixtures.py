@@ -52,9 +52,9 @@ def gpt_oss(values: JsonObject) -> ModelConfig:
     if values.get("rope_parameters") is None and values.get("rope_scaling") is None:
         defaults["rope_parameters"] = _GPT_OSS_ROPE
     fields, config = read_decoder(values, **defaults)
-    for key, known in _GPT_OSS_GATES.items():
-        if fields.number(key, known) != known:
-            raise ModelError(f"config.json: {key} other than {known} is not supported")
+    for key, supported in _GPT_OSS_GATES.items():
+        if fields.number(key, supported) != supported:
+            raise ModelError(f"config.json: {key} other than {supported} is not supported")
     experts = ExpertsConfig(
         fields.integer("num_local_experts", 1, MOST.experts, default=128),
         fields.integer("num_experts_per_tok", 1, MOST.experts, default=4),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,15 +59,15 @@ def read_decoder(
 
 
 def activation(
-    fields: Fields, known: Mapping[str, Activation] = _ACTIVATIONS, default: str = "silu"
+    fields: Fields, supported: Mapping[str, Activation] = _ACTIVATIONS, default: str = "silu"
 ) -> Activation:
     """`hidden_activation` goes before `hidden_act`: Gemma's first files name another there."""
     key = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
     name = fields.get(key, default)
-    if not isinstance(name, str) or name not in known:
-        names = ", ".join(known)
+    if not isinstance(name, str) or name not in supported:
+        names = ", ".join(supported)
         raise ModelError(f"config.json: {key} {str(name)[:40]!r} is not supported; known: {names}")
-    return known[name]
+    return supported[name]
 
 
 def window_of(fields: Fields) -> int:
@@ -77,14 +77,24 @@ def window_of(fields: Fields) -> int:
     return fields.integer("sliding_window", 1, MOST.context)
 
 
+def check_kinds(
+    fields: Fields, key: str, kinds: Any, layers: int, supported: Sequence[str]
+) -> None:
+    """Raise ModelError unless `kinds`, the value of `key`, has one of these words per layer."""
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(kind not in supported for kind in kinds)
+    ):
+        fields.reject(key, kinds, f"{layers} times {' or '.join(supported)}")
+
+
 def windows_by_type(fields: Fields, layers: int) -> tuple[int, ...] | None:
     """Windows of the layers as `layer_types` names them; None if it is left out."""
     kinds = fields.get("layer_types")
     if kinds is None:
         return None
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
-        fields.reject("layer_types", kinds, f"{layers} times full_attention or sliding_attention")
+    check_kinds(fields, "layer_types", kinds, layers, ("full_attention", "sliding_attention"))
     windows = {"full_attention": 0, "sliding_attention": window_of(fields)}
     return tuple(windows[kind] for kind in kinds)
 
@@ -110,8 +120,6 @@ def dense_among(experts: ExpertsConfig, fields: Fields, dense: Iterable[int]) ->
 
 
 def recurrent_layers(fields: Fields, kinds: Any, layers: int, name: str) -> frozenset[int]:
-    """Which layers `layer_types` calls by that name."""
-    known = ("full_attention", name)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
-        fields.reject("layer_types", kinds, f"{layers} times full_attention or {name}")
+    """The numbers of the layers that `layer_types` calls `name`."""
+    check_kinds(fields, "layer_types", kinds, layers, ("full_attention", name))
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == name)
