@@ -103,9 +103,9 @@ def delta_net(
             q = queries[group] / np.sqrt(queries[group] @ queries[group] + 1e-6) / np.sqrt(dim)
             k = stored[group] / np.sqrt(stored[group] @ stored[group] + 1e-6)
             speed = np.exp(log_decay[head]) * np.log1p(np.exp(rates[t, heads + head] + bias[head]))
-            kept = np.exp(-speed) * memory[head]
-            change = (total[2 * keys :][own] - k @ kept) / (1 + np.exp(-rates[t, head]))
-            memory[head] = kept + np.outer(k, change)
+            decayed = np.exp(-speed) * memory[head]
+            change = (total[2 * keys :][own] - k @ decayed) / (1 + np.exp(-rates[t, head]))
+            memory[head] = decayed + np.outer(k, change)
             read = rms_norm(q @ memory[head], norm, eps)
             out[t, own] = read * _silu(gates[t, own])
     return out
@@ -133,8 +133,8 @@ def mamba(
         for head, value in enumerate(total[:values].reshape(heads, -1)):
             group = head * groups // heads
             step = np.clip(np.log1p(np.exp(wide[t, channels + head] + bias[head])), *limits)
-            kept = np.exp(-np.exp(log_decay[head]) * step) * memory[head]
-            memory[head] = kept + np.outer(step * keys[group], value)
+            decayed = np.exp(-np.exp(log_decay[head]) * step) * memory[head]
+            memory[head] = decayed + np.outer(step * keys[group], value)
             out[t, head] = queries[group] @ memory[head] + skip[head] * value
     return out
 

@@ -40,14 +40,14 @@ class ExpertCase:
 
     def errors(self, experts: ExpertProducts) -> Iterator[float]:
         """How far the answers are from their definition, where rows stand."""
-        given = _make_inputs(self)
-        found = jax.jit(experts, static_argnums=4)(
-            given.x, given.opening, given.closing, given.blocks, self.activation
+        inputs = _make_inputs(self)
+        actual = jax.jit(experts, static_argnums=4)(
+            inputs.x, inputs.opening, inputs.closing, inputs.blocks, self.activation
         )
-        wanted = definitions.experts(
-            given.x, given.opening, given.closing, given.blocks, self.activation
+        expected = definitions.experts(
+            inputs.x, inputs.opening, inputs.closing, inputs.blocks, self.activation
         )
-        yield distance(np.asarray(found)[given.real], wanted[given.real])
+        yield distance(np.asarray(actual)[inputs.real], expected[inputs.real])
 
 
 #: What tests interpret and a bench runs: sizes that are no whole tiles, both activations, every way

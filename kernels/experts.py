@@ -102,8 +102,8 @@ def experts(
 
     def answers(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, expert = block
-        given = x.at[rows].get(mode="fill", fill_value=0)
-        inner = gate(_product(given, opening, expert), x.dtype, activation)
+        rows_of_expert = x.at[rows].get(mode="fill", fill_value=0)
+        inner = gate(_product(rows_of_expert, opening, expert), x.dtype, activation)
         return _product(inner, closing, expert)
 
     of_blocks = jax.lax.map(answers, (blocks.rows.reshape(-1, blocks.size), blocks.experts))

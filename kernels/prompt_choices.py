@@ -62,6 +62,6 @@ class PromptChoices:
     def with_choice(self, new: PromptChoice) -> PromptChoices:
         """The table with an entry added, or replaced."""
         key = new["sm"], new["head_dim"]
-        kept = [choice for choice in self.entries if (choice["sm"], choice["head_dim"]) != key]
-        ordered = sorted([*kept, new], key=lambda choice: (choice["sm"], choice["head_dim"]))
+        others = [choice for choice in self.entries if (choice["sm"], choice["head_dim"]) != key]
+        ordered = sorted([*others, new], key=lambda choice: (choice["sm"], choice["head_dim"]))
         return PromptChoices(ordered)

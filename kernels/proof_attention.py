@@ -159,7 +159,7 @@ def _errors_of(
 
     def call_all(inputs: list[_StepArrays]) -> list[tuple[list[jax.Array], jax.Array | None]]:
         cases = itertools.product(shapes.attention.windows, inputs)
-        return [_attend(kernels, shapes, given, window) for window, given in cases]
+        return [_attend(kernels, shapes, arrays, window) for window, arrays in cases]
 
     results = jax.jit(call_all)([step.arrays for step in steps])
     cases = itertools.product(shapes.attention.windows, steps)
@@ -167,10 +167,10 @@ def _errors_of(
         pool = step.arrays.kv
         if writes:
             pool = _written(step, step.arrays.k, step.arrays.v)
-        wanted = _definition(shapes, step, pool, window)
+        expected = _definition(shapes, step, pool, window)
         query_heads = _query_heads(shapes, step)
         for o in outputs:
-            yield distance(np.asarray(o)[: step.rows, query_heads], wanted[: step.rows])
+            yield distance(np.asarray(o)[: step.rows, query_heads], expected[: step.rows])
         if writes:
             yield distance(_in_floats(np.asarray(kv), step), _in_floats(pool, step))
 
@@ -187,10 +187,10 @@ def _query_heads(shapes: ServedShapes, step: _AttentionStep) -> list[int]:
 
 
 def _attend(
-    kernels: KernelSet, shapes: ServedShapes, given: _StepArrays, window: int
+    kernels: KernelSet, shapes: ServedShapes, arrays: _StepArrays, window: int
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """(outputs of the kernels that models call, pool); no pool where none of them writes."""
-    q, k, v, kv, meta, factors, sinks = given
+    q, k, v, kv, meta, factors, sinks = arrays
     scale = shapes.attention.head_dim**-0.5
     options: dict[str, Any] = {"scale": scale, "window": window, **factors}
     if shapes.attention.softcap:
@@ -235,13 +235,13 @@ def _rotation_errors(
 ) -> Iterator[float]:
     """Errors of the kernel that norms, rotates and writes, in a step with prompts."""
     assert kernels.rotate_and_write is not None
-    given = step.arrays
-    q, k = given.q, given.k
+    arrays = step.arrays
+    q, k = arrays.q, arrays.k
     rng = np.random.default_rng(3)
     speeds = rng.random(shapes.attention.head_dim // 2, np.float32)
-    angles = np.asarray(given.meta.positions, np.float32)[:, None, None] * speeds
+    angles = np.asarray(arrays.meta.positions, np.float32)[:, None, None] * speeds
     rope = np.cos(angles), np.sin(angles)
-    options: dict[str, Any] = dict(given.factors)
+    options: dict[str, Any] = dict(arrays.factors)
     if shapes.attention.qk_norm:
         weights = rng.random((2, shapes.attention.head_dim), np.float32) + 0.5
         weights = weights.astype(shapes.norms.dtype)
@@ -250,25 +250,25 @@ def _rotation_errors(
         k = definitions.rms_norm(k, weights[1], shapes.norms.eps)
 
     rotate = jax.jit(partial(kernels.rotate_and_write, eps=shapes.norms.eps))
-    heads = np.concatenate([given.q, given.k, given.v], axis=1)
-    got_q, got_kv = rotate(heads, rope, given.kv, given.meta, **options)
+    heads = np.concatenate([arrays.q, arrays.k, arrays.v], axis=1)
+    got_q, got_kv = rotate(heads, rope, arrays.kv, arrays.meta, **options)
     yield distance(np.asarray(got_q)[: step.rows], definitions.rotate(q, *rope)[: step.rows])
-    pool = _written(step, definitions.rotate(k, *rope), given.v)
+    pool = _written(step, definitions.rotate(k, *rope), arrays.v)
     yield distance(_in_floats(np.asarray(got_kv), step), _in_floats(pool, step))
 
 
 def _written(step: _AttentionStep, k: np.ndarray, v: np.ndarray | None) -> np.ndarray:
     """The step's pool with k and v [T, K, D] in it, or k alone."""
-    given = step.arrays
-    kv = given.kv.copy()
+    arrays = step.arrays
+    kv = arrays.kv.copy()
     rows = kv.reshape(-1, *kv.shape[2:])
     new = k if v is None else np.stack([k, v], axis=2).reshape(len(k), -1, k.shape[2])
     new = new[: step.rows].astype(np.float32)
-    if given.factors:
-        new = np.clip(new / given.factors["kv_scales"][:, None], -step.limit, step.limit)
+    if arrays.factors:
+        new = np.clip(new / arrays.factors["kv_scales"][:, None], -step.limit, step.limit)
     if kv.dtype == np.int8:
         new = np.floor(new + 0.5)
-    rows[np.asarray(given.meta.write_rows)[: step.rows]] = new.astype(kv.dtype)
+    rows[np.asarray(arrays.meta.write_rows)[: step.rows]] = new.astype(kv.dtype)
     return kv
 
 

@@ -63,8 +63,8 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         others.append((_random_array(rng, size, shapes.dtype), own_weight))
 
     def call_all(rows: Any, added: Any, weight: Any, others: Any) -> tuple[list[Any], ...]:
-        normed = [kernels.rms_norm(given, weight, shapes.norms.eps) for given in rows]
-        of_others = [kernels.rms_norm(given, own, shapes.norms.eps) for given, own in others]
+        normed = [kernels.rms_norm(x, weight, shapes.norms.eps) for x in rows]
+        of_others = [kernels.rms_norm(x, own, shapes.norms.eps) for x, own in others]
         pairs = zip(rows, added, strict=True)
         sums = [kernels.norm_sum(one, other, weight, shapes.norms.eps) for one, other in pairs]
         return normed, of_others, sums
@@ -74,15 +74,15 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         _of_each_count(turned, shapes.steps.product_rows),
     )
     normed, of_others, sums = jax.jit(call_all)(rows, added, weight, others)
-    wanted = definitions.rms_norm(x, weight, shapes.norms.eps)
-    yield from _distances(normed, wanted)
+    expected = definitions.rms_norm(x, weight, shapes.norms.eps)
+    yield from _distances(normed, expected)
     for got, given in zip(of_others, others, strict=True):
         yield distance(got, definitions.rms_norm(*given, shapes.norms.eps))
     total = (x.astype(np.float32) + turned.astype(np.float32)).astype(x.dtype)
-    wanted = definitions.rms_norm(total, weight, shapes.norms.eps)
+    expected = definitions.rms_norm(total, weight, shapes.norms.eps)
     totals, normed = zip(*sums, strict=True)
     yield from _distances(totals, total)
-    yield from _distances(normed, wanted)
+    yield from _distances(normed, expected)
 
 
 def _product_errors(kernels: KernelSet, shapes: ServedShapes, *, name: str) -> Iterator[float]:
@@ -215,9 +215,9 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
 
     results = jax.jit(call_all)(inputs, counts)
     for one, (x, w, scale), (whole, padded) in zip(products, operands, results, strict=True):
-        wanted = one.define(x, _number(w, 0), scale)
-        yield from _distances(whole, wanted)
-        yield from _distances([got[: counts[len(got)]] for got in padded], wanted)
+        expected = one.define(x, _number(w, 0), scale)
+        yield from _distances(whole, expected)
+        yield from _distances([got[: counts[len(got)]] for got in padded], expected)
 
 
 def _present_rows(kernels: KernelSet, sizes: Sequence[int]) -> _Counts:
@@ -249,9 +249,9 @@ def _head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     def call_all(rows: list[jax.Array], table: jax.Array) -> list[jax.Array]:
         return [kernels.project(x, table) for x in rows]
 
-    wanted = definitions.matmul(x, table.T)
+    expected = definitions.matmul(x, table.T)
     rows = _of_each_count(x, shapes.steps.product_rows)
-    yield from _distances(jax.jit(call_all)(rows, table), wanted)
+    yield from _distances(jax.jit(call_all)(rows, table), expected)
 
 
 def _int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -290,9 +290,9 @@ def _errors_of_int4(
     def call_all(rows: list[jax.Array], weights: Int4) -> list[jax.Array]:
         return [multiply(x, weights) for x in rows]
 
-    wanted = np.asarray(jax.jit(define)(x, weights), np.float32)
+    expected = np.asarray(jax.jit(define)(x, weights), np.float32)
     rows = _of_each_count(x, shapes.steps.product_rows)
-    yield from _distances(jax.jit(call_all)(rows, weights), wanted)
+    yield from _distances(jax.jit(call_all)(rows, weights), expected)
 
 
 def _expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
@@ -445,10 +445,10 @@ def _repeated(x: np.ndarray, rows: int) -> np.ndarray:
     return np.resize(x, (rows, x.shape[1]))
 
 
-def _distances(found: Sequence[jax.Array], wanted: np.ndarray) -> Iterator[float]:
+def _distances(results: Sequence[jax.Array], expected: np.ndarray) -> Iterator[float]:
     """Distances of each row count's result from the definition's."""
-    for got in found:
-        yield distance(got, _repeated(wanted, len(got)))
+    for got in results:
+        yield distance(got, _repeated(expected, len(got)))
 
 
 def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -480,8 +480,8 @@ def _cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     floors = np.asarray(jax.jit(kernels.threshold)(logits, top_k, top_p))
     for row, k, p, floor in zip(logits, top_k, top_p, floors, strict=True):
         weights = np.exp(row.astype(np.float64))
-        kept = weights[row >= floor].sum() / weights.sum()
-        yield abs(float(kept) - _kept_mass(row, int(k), float(p)))
+        mass = weights[row >= floor].sum() / weights.sum()
+        yield abs(float(mass) - _kept_mass(row, int(k), float(p)))
 
 
 def _kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:

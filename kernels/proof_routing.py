@@ -47,28 +47,28 @@ def route_error(
     """
     own = [None if array is None else jnp.asarray(array) for array in (bias, factors)]
     call = jax.jit(lambda numbers, count: route(numbers, mixture, count, 0, *own))
-    found = jax.tree.map(np.asarray, call(numbers, np.int32(count)))
+    actual = jax.tree.map(np.asarray, call(numbers, np.int32(count)))
     real = numbers[:count, : mixture.n_experts]
     shares, chosen = definitions.choose_experts(real, mixture, bias, factors)
-    if not _stands_right(found, chosen, len(numbers)):
+    if not _stands_right(actual, chosen, len(numbers)):
         return float("inf")
-    return distance(found.shares.T[:count], shares) if count else 0.0
+    return distance(actual.shares.T[:count], shares) if count else 0.0
 
 
-def _stands_right(found: Routes, chosen: np.ndarray, n_rows: int) -> bool:
+def _stands_right(actual: Routes, chosen: np.ndarray, n_rows: int) -> bool:
     """Whether each row stands once in blocks of each of its experts, in order, and no other row."""
-    blocks, places = found.blocks, found.places
+    blocks, places = actual.blocks, actual.places
     nowhere = len(blocks.rows)
     standing = places[:, : len(chosen)].T
     if (places[:, len(chosen) :] != nowhere).any() or (standing >= nowhere).any():
         return False
     owners = np.repeat(np.arange(len(chosen)), chosen.shape[1])
-    wanted = np.full(nowhere, n_rows)
-    wanted[standing.reshape(-1)] = owners
+    expected = np.full(nowhere, n_rows)
+    expected[standing.reshape(-1)] = owners
     used = standing // blocks.size
     in_order = (np.diff(standing[chosen == expert]) > 0 for expert in np.unique(chosen))
     return bool(
-        (blocks.rows == wanted).all()
+        (blocks.rows == expected).all()
         and (blocks.experts[used] == chosen).all()
         and all(map(np.all, in_order))
         and np.array_equal(np.unique(used), np.arange(int(blocks.count)))

@@ -296,8 +296,8 @@ class History(RequestRecords):
     @property
     def n_waiting(self) -> int:
         """Sequences without a seat."""
-        taken = sum(record is not None for record in self.seats)
-        return self.n_open - taken + len(self.held)
+        n_seated = sum(record is not None for record in self.seats)
+        return self.n_open - n_seated + len(self.held)
 
     def adapter_of(self, record: RequestRecord) -> str:
         """The name of the adapter that answers it; empty: none does."""

@@ -44,17 +44,17 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, entries: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
         """Pack entries of equal width, one per token; leading ones may be None."""
-        known = [entry for entry in entries if entry is not None]
-        logprobs = array("d", [entry.logprob for entry in known])
+        scored = [entry for entry in entries if entry is not None]
+        logprobs = array("d", [entry.logprob for entry in scored])
         top_ids, top_logprobs = array("i"), array("d")
-        for entry in known:
+        for entry in scored:
             top_ids.extend(entry.top_ids)
             top_logprobs.extend(entry.top_logprobs)
-        width = len(known[0].top_ids) if known else 0
-        if len(top_ids) != width * len(known) or len(top_logprobs) != len(top_ids):
+        width = len(scored[0].top_ids) if scored else 0
+        if len(top_ids) != width * len(scored) or len(top_logprobs) != len(top_ids):
             raise ValueError("the tokens of a prompt have different numbers of alternatives")
         return cls(
-            len(entries) - len(known),
+            len(entries) - len(scored),
             width,
             logprobs.tobytes(),
             top_ids.tobytes(),

@@ -180,8 +180,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """The numbers that are not the defaults, for people: "temperature 0.7, seed 5"."""
         named = [(name, getattr(self, name)) for name in _IN_WORDS]
         defaults = SamplingParams()
-        told = [f"{name} {value}" for name, value in named if value != getattr(defaults, name)]
-        return ", ".join(told if self.grammar is None else [*told, "a grammar"])
+        words = [f"{name} {value}" for name, value in named if value != getattr(defaults, name)]
+        return ", ".join(words if self.grammar is None else [*words, "a grammar"])
 
     @property
     def greedy(self) -> bool:

@@ -39,15 +39,15 @@ class Arguments(Namespace):
         flags = {name: value for name, value in vars(self).items() if name in settings()}
         if self.model_word is not None:
             flags.setdefault("model", self.model_word)
-        given = ResolvedConfig.load(self.config, os.environ, flags)
+        resolved = ResolvedConfig.load(self.config, os.environ, flags)
         goal = getattr(self, "goal", None)
         if goal is None:
-            return given
+            return resolved
         # Commands that plan for another machine set `on_device`.
         on_device = getattr(self, "on_device", None)
         if on_device is None:
-            on_device = runs_on_device(given.config.engine.platform)
-        filled = preset(goal, given.origins, on_device=on_device)
+            on_device = runs_on_device(resolved.config.engine.platform)
+        filled = preset(goal, resolved.origins, on_device=on_device)
         return ResolvedConfig.load(self.config, os.environ, flags, filled)
 
     def engine_key(self) -> str:
@@ -83,14 +83,14 @@ class Arguments(Namespace):
         words.pop("", None)
         return list(words)
 
-    def names_of(self, name: str, known: Collection[str]) -> list[str]:
+    def names_of(self, name: str, choices: Collection[str]) -> list[str]:
         """`words_of`; raises ConfigError if one is not in `known` or there are none."""
         names = self.words_of(name)
-        unknown = ", ".join(word for word in names if word not in known)
+        unknown = ", ".join(word for word in names if word not in choices)
         if unknown or not names:
             what = unknown or "nothing"
-            hint = did_you_mean(unknown, known)
-            raise ConfigError(f"{self.flag_of(name)}: {what} is none of {', '.join(known)}{hint}")
+            hint = did_you_mean(unknown, choices)
+            raise ConfigError(f"{self.flag_of(name)}: {what} is none of {', '.join(choices)}{hint}")
         return names
 
     def numbers_of[N: (int, float)](self, name: str, kind: type[N], default: str = "") -> list[N]:

@@ -234,11 +234,11 @@ def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, object, str]]
         if section not in Config.model_fields or not isinstance(table, dict):
             sections = [f"[{name}]" for name in Config.model_fields]
             raise ConfigError(f"{file}: {unknown_word(f'[{section}]', sections)}")
-        known = {setting.key: setting for setting in _settings_of(section)}
+        settings = {setting.key: setting for setting in _settings_of(section)}
         for key, value in table.items():
-            if key not in known:
-                raise ConfigError(f"{file}: [{section}] {unknown_word(key, list(known))}")
-            yield known[key], value, f"{file}: [{section}] {key}"
+            if key not in settings:
+                raise ConfigError(f"{file}: [{section}] {unknown_word(key, list(settings))}")
+            yield settings[key], value, f"{file}: [{section}] {key}"
 
 
 def read_toml(file: str | Path) -> dict[str, Any]:
@@ -270,9 +270,9 @@ def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[Setting, object, 
         yield setting, value, setting.flag
 
 
-def unknown_word(name: str, known: list[str]) -> str:
+def unknown_word(name: str, choices: list[str]) -> str:
     """The error text for a name that is not in `known`, with the closest one."""
-    hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+    hint = did_you_mean(name, choices) or f"; known: {', '.join(choices)}"
     return f"{_short(name)} is unknown{hint}"
 
 

@@ -62,14 +62,14 @@ SIZES = {
 _MEMORY = {"memory_share", "memory_gib", "pages"}
 
 
-def preset(goal: _Goal, given: Collection[str], *, on_device: bool) -> _Values:
+def preset(goal: _Goal, set_names: Collection[str], *, on_device: bool) -> _Values:
     """Values of `goal` for settings not in `given`. on_device: it runs on a GPU or TPU."""
     values = dict(_EVERYWHERE[goal])
-    if not _MEMORY & set(given):
+    if not _MEMORY & set(set_names):
         values |= (_ON_DEVICE if on_device else _ON_CPU)[goal]
-    if not SIZES & set(given):
+    if not SIZES & set(set_names):
         values |= (_DEVICE_SIZES if on_device else _CPU_SIZES)[goal]
-    return {name: value for name, value in values.items() if name not in given}
+    return {name: value for name, value in values.items() if name not in set_names}
 
 
 def runs_on_device(platform: str) -> bool:

@@ -124,9 +124,9 @@ class AdapterManager:
         self._installed = {adapter.number for adapter in self._served.values()}
         #: Adapters that are read but not installed, oldest first.
         self._coming: list[AdapterColumns] = []
-        self._held: list[_HeldRequest] = []
+        self._waiting: list[_HeldRequest] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._asked: list[SetAdapters] = []
+        self._changes: list[SetAdapters] = []
         self._reading: tuple[int, Future[_Change]] | None = None
         self._installing: Future[list[dict[Path, Array]]] | None = None
         self._answers: list[AdaptersSet] = []
@@ -134,7 +134,7 @@ class AdapterManager:
     @property
     def is_busy(self) -> bool:
         """True while `tend` must be called between steps."""
-        return bool(self._asked or self._reading or self._coming or self._answers)
+        return bool(self._changes or self._reading or self._coming or self._answers)
 
     @property
     def numbers(self) -> set[int]:
@@ -143,7 +143,7 @@ class AdapterManager:
 
     def ask(self, message: SetAdapters) -> None:
         """Queue a change; `take_answers` returns its answer once the files are read."""
-        self._asked.append(message)
+        self._changes.append(message)
 
     def take_answers(self) -> list[AdaptersSet]:
         answers, self._answers = self._answers, []
@@ -170,16 +170,16 @@ class AdapterManager:
             return False
         if all(request.adapter != one.adapter.number for one in self._coming):
             return False  # an unknown adapter
-        self._held.append(_HeldRequest(request))
+        self._waiting.append(_HeldRequest(request))
         return True
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
         """End a held request (index None) or one of its sequences."""
-        for held in self._held:
-            if held.request.id == request_id:
-                ended = range(held.request.sampling.n) if index is None else (index,)
+        for entry in self._waiting:
+            if entry.request.id == request_id:
+                ended = range(entry.request.sampling.n) if index is None else (index,)
                 for number in ended:
-                    held.ended.setdefault(number, reason)
+                    entry.ended.setdefault(number, reason)
 
     def tend(self, open_adapters: Callable[[], set[int]]) -> list[_HeldRequest]:
         """Advance changes between two steps; returns the requests that need not wait any more.
@@ -187,8 +187,8 @@ class AdapterManager:
         open_adapters: numbers that open requests use. Raises the device's error if weights cannot
         be copied to it.
         """
-        if self._reading is None and self._asked:
-            self._begin_reading(self._asked.pop(0))
+        if self._reading is None and self._changes:
+            self._begin_reading(self._changes.pop(0))
         if self._reading is not None and self._reading[1].done():
             ticket, reading = self._reading
             self._reading = None
@@ -278,7 +278,7 @@ class AdapterManager:
 
     def _is_needless(self, adapter: LoadedAdapter) -> bool:
         """True if the adapter was removed again and no request waits for it."""
-        waiting = {held.request.adapter for held in self._held}
+        waiting = {entry.request.adapter for entry in self._waiting}
         return adapter.number in self._retired and adapter.number not in waiting
 
     def _install(self, arrays: list[dict[Path, Array]]) -> None:
@@ -296,11 +296,11 @@ class AdapterManager:
             self._others.tell(message)
 
     def _released(self) -> list[_HeldRequest]:
-        if not self._held:
+        if not self._waiting:
             return []
-        held, self._held = self._held, []
+        waiting, self._waiting = self._waiting, []
         free: list[_HeldRequest] = []
-        for one in held:
+        for one in waiting:
             is_free = one.is_over or one.request.adapter in self._installed
-            (free if is_free else self._held).append(one)
+            (free if is_free else self._waiting).append(one)
         return free

@@ -125,13 +125,13 @@ class Intake:
         """
         if self.adapters is None or not self.adapters.is_busy:
             return set()
-        for held in self.adapters.tend(open_adapters):
-            if held.is_over:
-                self._end_before(held.request, held.ended)
+        for entry in self.adapters.tend(open_adapters):
+            if entry.is_over:
+                self._end_before(entry.request, entry.ended)
                 continue
-            self._add_loaded(held.request)
-            for index, reason in held.ended.items():
-                self.abort(held.request.id, index, reason)
+            self._add_loaded(entry.request)
+            for index, reason in entry.ended.items():
+                self.abort(entry.request.id, index, reason)
         return self.adapters.numbers
 
     def _schedule(

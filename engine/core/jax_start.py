@@ -53,13 +53,13 @@ def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
     _keep_programs(config.engine, devices[0])
     if hosts is not None:
         return _of_each_host(devices, config.engine)
-    wanted = config.engine.tensor_parallel
-    if len(devices) < wanted:
+    n_devices = config.engine.tensor_parallel
+    if len(devices) < n_devices:
         raise ConfigError(
-            f"tensor_parallel {wanted} needs as many devices; jax sees {len(devices)} "
+            f"tensor_parallel {n_devices} needs as many devices; jax sees {len(devices)} "
             f"({devices[0].platform})"
         )
-    return devices[:wanted]
+    return devices[:n_devices]
 
 
 def _start_distributed(hosts: Hosts) -> None:
@@ -78,16 +78,16 @@ def _start_distributed(hosts: Hosts) -> None:
 def _of_each_host(devices: list[Any], settings: EngineSection) -> list[Any]:
     """The first devices of each host, as many as its part of tensor_parallel."""
     chosen = []
-    wanted = settings.devices_here
+    n_devices = settings.devices_here
     for host_id in range(settings.n_hosts):
         own = [device for device in devices if device.process_index == host_id]
-        if len(own) < wanted:
+        if len(own) < n_devices:
             raise ConfigError(
-                f"tensor_parallel {settings.tensor_parallel} needs {wanted} devices on each of "
+                f"tensor_parallel {settings.tensor_parallel} needs {n_devices} devices on each of "
                 f"{settings.n_hosts} hosts; jax sees {len(own)} on host {host_id} "
                 f"({devices[0].platform})"
             )
-        chosen += own[:wanted]
+        chosen += own[:n_devices]
     return chosen
 
 

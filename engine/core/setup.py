@@ -116,9 +116,9 @@ class Setup:
         encoder = self.source.config.encoder
         if encoder is not None:
             return encoder.pooling
-        asked = self.settings.embedding_pooling
-        if asked != AUTO:
-            return asked
+        pooling = self.settings.embedding_pooling
+        if pooling != AUTO:
+            return pooling
         if self.hosts is not None:
             return "off"
         try:
@@ -209,15 +209,15 @@ def setup_on(
 def _check_encoder(config: Config, model: ModelConfig) -> None:
     """Raise ConfigError for settings that encoders do not support."""
     places = settings()
-    asked = []
+    refused = []
     for name in _NOT_OF_ENCODERS:
         place = places[name]
         value = getattr(getattr(config, place.section), place.key)
         if value != place.field.get_default(call_default_factory=True):
-            asked.append(f"{name} {value}")
-    if asked:
+            refused.append(f"{name} {value}")
+    if refused:
         raise ConfigError(
-            f"{', '.join(asked)}: not for an encoder ({model.architecture}); leave it out"
+            f"{', '.join(refused)}: not for an encoder ({model.architecture}); leave it out"
         )
 
 

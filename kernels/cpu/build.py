@@ -223,8 +223,8 @@ def _digest() -> str:
 
 def _compilers() -> Iterator[list[str]]:
     """Commands of the available C++ compilers, $CXX first."""
-    wanted = os.environ.get("CXX")
-    commands = [wanted] if wanted else ["c++", "g++", "clang++"]
+    compiler = os.environ.get("CXX")
+    commands = [compiler] if compiler else ["c++", "g++", "clang++"]
     for command in commands:
         words = shlex.split(command)
         if shutil.which(words[0]):
@@ -242,9 +242,9 @@ def compiler() -> list[str]:
 
 def _headers() -> Path:
     """Folder of jaxlib's headers. Raises BuildError if it is not installed."""
-    found = importlib.util.find_spec("jaxlib")
-    if found is not None:
-        for folder in found.submodule_search_locations or ():
+    package = importlib.util.find_spec("jaxlib")
+    if package is not None:
+        for folder in package.submodule_search_locations or ():
             include = Path(folder) / "include"
             if (include / "xla" / "ffi" / "api" / "ffi.h").is_file():
                 return include
@@ -351,8 +351,8 @@ def _main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     try:
-        wanted = [levels[name] for name in args.levels] or Level.here()[:1]
-        for path in build(wanted):
+        chosen = [levels[name] for name in args.levels] or Level.here()[:1]
+        for path in build(chosen):
             print(path)
     except BuildError as error:
         sys.exit(f"the CPU kernels are not built: {error}")
