@@ -1,1 +1,1 @@
-"""HTTP: connections, access, limits, errors, metrics and the routes that no API family has."""
+"""HTTP: connections, access, limits, errors, metrics, and the routes common to all API families."""

@@ -22,14 +22,14 @@ from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 #: Seconds that a wrong key is remembered.
 _WINDOW_S = 60.0
-#: Wrong keys from one address in that time: with one beginning (retries), and of any kind.
+#: Wrong keys allowed per address in that time: with the same beginning (retries), and in all.
 _MOST_ALIKE = 10
 _MOST_OF_ADDRESS = 60
-#: Characters of a key that are its beginning.
+#: Length of the beginning of a key, in characters.
 _BEGINNING = 8
-#: Addresses and beginnings that are remembered.
+#: Most addresses and beginnings that are remembered.
 _MAX_REMEMBERED = 4096
-#: An IPv6 client has a whole network of so many bits to choose its addresses from.
+#: Prefix length of the network that one IPv6 client may choose its addresses from.
 _IPV6_NETWORK = 64
 
 
@@ -40,9 +40,9 @@ class Identity:
     role: Role
     #: Digest of the key; empty where there is none.
     tenant: str = ""
-    #: An administrator's key brought it for this client (`engine.server.http.tenants`).
+    #: The request was sent with an administrator's key on behalf of this client; see `tenants`.
     passed_on: bool = False
-    #: Digest of the key shown, even if passed on for another client; empty: none.
+    #: Digest of the key in the request, which may differ from the client's; empty: none.
     key: str = field(default="", compare=False)
 
     @classmethod
@@ -55,7 +55,7 @@ class Identity:
         return self.role is Role.ADMIN
 
     def may_see(self, tenant: str) -> bool:
-        """Whether the requests of this tenant are shown to them."""
+        """Whether this client may see the requests of `tenant`."""
         return self.is_admin or self.tenant == tenant
 
 
@@ -76,9 +76,9 @@ class _KeyChanges:
 
     added: frozenset[str]
     removed: frozenset[str]
-    #: They were administrators' keys and are users' now.
+    #: Administrators' keys that became users' keys.
     demoted: frozenset[str]
-    #: They were users' keys and are administrators' now.
+    #: Users' keys that became administrators' keys.
     promoted: frozenset[str]
 
 
@@ -87,9 +87,9 @@ class _Admitted:
     """A request that was let in and is not answered yet."""
 
     key: str
-    #: None for a page that has no endpoint around it.
+    #: None for requests of a page that runs outside the endpoint.
     context: Context | None
-    #: Runs it.
+    #: The task that runs it.
     task: asyncio.Task[object] | None
     #: It was cancelled because its key is not accepted any more.
     revoked: bool = False
@@ -137,7 +137,9 @@ class ApiKeys:
 
     @contextmanager
     def admitting(self, scope: Scope) -> Iterator[None]:
-        """While a request is answered; HttpError 401 if its key goes before the answer begins."""
+        """Context of a request's answer; HttpError 401 if its key is removed before the answer
+        begins.
+        """
         key = Identity.of(scope).key
         if not key:
             yield
@@ -160,7 +162,7 @@ class ApiKeys:
         return identity if self._roles.get(identity.key) is identity.role else NOBODY
 
     def of_request(self, scope: Scope) -> Identity:
-        """The sender by Authorization: Bearer, else x-api-key; a header given twice is none."""
+        """The sender by Authorization: Bearer, else x-api-key; a repeated header is ignored."""
         if not self.needed:
             return EVERYBODY
         key = key_of(scope)
@@ -169,9 +171,9 @@ class ApiKeys:
         return self.identify(key.decode("latin-1"), address_of(scope))
 
     def identify(self, key: str, address: str) -> Identity:
-        """A key's identity. Raises HttpError 401, or 429 after many wrong ones of an address."""
+        """A key's identity. Raises HttpError 401, or 429 after many wrong keys from an address."""
         digest = digest_key(key)
-        # Every digest is compared in full, whichever matches: how long it takes says nothing.
+        # All digests are compared in full, so that the time taken reveals nothing.
         matches = [accepted for accepted in self._roles if hmac.compare_digest(digest, accepted)]
         if matches:
             return Identity(self._roles[digest], digest, key=digest)
@@ -217,7 +219,7 @@ def key_of(scope: Scope) -> bytes:
 
 
 def values_of(scope: Scope, header: bytes) -> list[bytes]:
-    """The values of a header, by its lower-case name, as often as it was sent."""
+    """All values of a header, named in lower case, in the order sent."""
     return [value for name, value in scope["headers"] if name == header]
 
 
@@ -229,12 +231,12 @@ def _only(values: Sequence[bytes]) -> bytes:
 
 
 def client_of(scope: Scope) -> str:
-    """The client that shared resources count to: its key, else its address."""
+    """The client for limits of shared resources: its key, else its address."""
     return Identity.of(scope).tenant or _network(address_of(scope))
 
 
 def address_of(scope: Scope) -> str:
-    """The client's address; behind a trusted proxy, what that says it is."""
+    """The client's address; behind a trusted proxy, the address that the proxy reports."""
     client = scope.get("client")
     return client[0] if client else ""
 
@@ -284,16 +286,16 @@ class _WrongKeys:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        #: When wrong keys came, by address and by address and beginning; the quietest first.
+        #: Times of wrong keys, by address and by (address, beginning); the longest unused first.
         self._times: dict[str, list[float]] = {}
 
     def wait(self, address: str, key: str) -> float:
-        """Seconds until a wrong key like this one is worth another answer, 0: now."""
+        """Seconds until another key like this wrong one is checked again; 0: now."""
         waits = [self._wait(origin, most) for origin, most in _origins(address, key)]
         return max(waits)
 
     def failed(self, address: str, key: str) -> None:
-        """This key was wrong. Of too many origins the one that was quiet longest is forgotten."""
+        """Note a wrong key. If there are too many origins, the longest unused is forgotten."""
         for origin, _ in _origins(address, key):
             recent = [*self._recent(origin), self._clock()]
             self._times.pop(origin, None)
@@ -320,7 +322,7 @@ def _origins(address: str, key: str) -> list[tuple[str, int]]:
 
 
 def _network(address: str) -> str:
-    """The address, or of IPv6 the network that its owner surely has."""
+    """The address; of an IPv6 address, the network that one client is assigned."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

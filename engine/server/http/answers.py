@@ -25,7 +25,7 @@ class Status(ResponseModel):
 
 
 class Version(Struct):
-    """GET /version: of an engine that is ready, more."""
+    """GET /version; the engine's fields come once it is ready."""
 
     version: str
 

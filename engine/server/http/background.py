@@ -23,15 +23,15 @@ _YES = "1"
 @dataclass(frozen=True, slots=True)
 class BackgroundRequests:
     """Marks requests as background, or as admitted before, if an administrator's header says so. A
-    user's header for the background is refused; for the other it does not count, since a fleet
-    may pass on its clients' own keys.
+    user's header for the background is refused; the other one is ignored, since a fleet may pass
+    on its clients' own keys.
     """
 
     #: The header that marks a background request.
     HEADER: ClassVar[str] = "x-jitney-background"
     #: The header as it is sent.
     MARK: ClassVar[tuple[bytes, bytes]] = (HEADER.encode(), _YES.encode())
-    #: Marks a request that an engine had admitted which was lost with it.
+    #: Marks a request that another engine admitted before that engine was lost.
     ADMITTED: ClassVar[tuple[bytes, bytes]] = (b"x-jitney-admitted", _YES.encode())
 
     app: ASGIApp
@@ -63,6 +63,6 @@ class BackgroundRequests:
 
 
 def _is_administrators(scope: Scope) -> bool:
-    """Whether an administrator sent a request, for itself or for another client."""
+    """Whether a request was sent with an administrator's key, also on behalf of a client."""
     identity = Identity.of(scope)
     return identity.is_admin or identity.passed_on

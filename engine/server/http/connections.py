@@ -26,7 +26,7 @@ _MOST_BYTES = 64 << 20
 SPARE = 64
 #: Seconds that a client has for the head of its request while others need its place.
 _GRACE_S = 1.0
-#: Seconds between two looks, at most.
+#: Most seconds between two checks of the connections.
 _LOOK_S = 1.0
 #: The write timeout during a drain.
 _HURRY_S = 2.0
@@ -47,15 +47,15 @@ class _Connection(Protocol):
 
     @property
     def has_unread(self) -> bool:
-        """Something has come that was not read yet, and will be."""
+        """Bytes have arrived that the protocol has not read yet."""
         ...
 
     def drop(self) -> None:
-        """Close it at once; what waits is lost."""
+        """Close it at once; unsent bytes are lost."""
         ...
 
     def give_way(self) -> None:
-        """Close it at once where nothing waits."""
+        """Close it at once if no bytes are unsent."""
         ...
 
     @property
@@ -64,7 +64,9 @@ class _Connection(Protocol):
         ...
 
     def leave(self) -> None:
-        """Close at once between requests or where the answer can say why; else break it off."""
+        """Close it: with an error in the answer if one is under way that can have it, else at
+        once.
+        """
         ...
 
 
@@ -77,7 +79,7 @@ class _Mark:
 
 
 class Connections:
-    """Lives on one event loop; looks at the connections now and then. Each one says what it does:
+    """Registry of connections, on one event loop, checked periodically. Each reports its state:
     `works`, `is_kept` or `is_awaited`.
     """
 
@@ -86,11 +88,11 @@ class Connections:
         self.timeout_s = settings.server.write_timeout_s
         self._most_bytes = most_bytes
         self._open: dict[_Connection, _Mark] = {}
-        #: Between two requests, the one that is so for longest first.
+        #: Connections between two requests, the longest idle first.
         self._idle: dict[_Connection, None] = {}
-        #: Without a request under way, and since when, the longest first.
+        #: Connections with no request under way, and since when; the longest first.
         self._awaited: dict[_Connection, float] = {}
-        #: Those that came when there was no place left, the oldest first.
+        #: Connections accepted beyond the limit, the oldest first.
         self._extra: dict[_Connection, None] = {}
         self._look: asyncio.TimerHandle | None = None
 
@@ -100,7 +102,7 @@ class Connections:
 
     @property
     def waiting(self) -> int:
-        """Bytes that wait for all clients together."""
+        """Unsent bytes of all connections."""
         return sum(connection.waiting for connection in self._open)
 
     def opened(self, connection: _Connection) -> None:
@@ -126,13 +128,13 @@ class Connections:
             self._idle.setdefault(connection)
 
     def is_awaited(self, connection: _Connection) -> None:
-        """A part of a request is to come that is not worked on."""
+        """The connection awaits a part of a request, and no request is under way on it."""
         self._idle.pop(connection, None)
         if connection in self._open:
             self._awaited.setdefault(connection, time.monotonic())
 
     def has_place(self, connection: _Connection) -> bool:
-        """Whether a request on it may be under way; it works from here on."""
+        """Whether a request may run on the connection; if so, it counts as working."""
         if connection not in self._extra:
             return True
         self.works(connection)
@@ -148,7 +150,7 @@ class Connections:
         self._open.pop(connection, None)
 
     def _make_room(self, places: int) -> None:
-        """Close connections without a request until there are so many places, or none is left."""
+        """Close connections without a request until `places` are free, or none is left to close."""
         while len(self._open) + places > self.most:
             idle = self._first_idle()
             if idle is None:
@@ -156,7 +158,7 @@ class Connections:
             self._close(idle)
 
     def _first_idle(self) -> _Connection | None:
-        """The next one that gives way."""
+        """The connection to close next."""
         for connection in self._idle:
             if _may_go(connection):
                 return connection
@@ -182,7 +184,7 @@ class Connections:
                 connection.leave()
 
     def hurry(self) -> None:
-        """The server is about to stop: clients that do not read get little time."""
+        """Shorten the write timeout, since the server is about to stop."""
         self.timeout_s = min(self.timeout_s, _HURRY_S)
         for mark in self._open.values():
             mark.since = time.monotonic()
@@ -212,5 +214,5 @@ class Connections:
 
 
 def _may_go(connection: _Connection) -> bool:
-    """A client that has not read all of its answer yet has `write_timeout_s` for that."""
+    """Whether it may be closed: no bytes are unsent and none are unread."""
     return not connection.waiting and not connection.has_unread

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jitney.engine.server.http.routing import HttpRoute
 
 
-#: Entries of a note's header, and characters of each.
+#: Most entries of a note's header, and characters of each.
 _MOST_NOTES = 20
 _NOTE_CHARS = 160
 _UNPRINTABLE = re.compile(r"[^ -+\--~]")  # nor a comma, which separates notes
@@ -25,11 +25,11 @@ _UNPRINTABLE = re.compile(r"[^ -+\--~]")  # nor a comma, which separates notes
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Deviations that the client is notified of; each list is one response header."""
+    """Deviations from the request, reported to the client; each list is one response header."""
 
     #: `x-ignored-params`: fields of the body that change nothing here.
     ignored: list[str] = field(default_factory=list)
-    #: `x-unenforced-schema`: schema keywords that the answer is not held to, as JSON pointers.
+    #: `x-unenforced-schema`: JSON pointers to schema keywords that are not enforced.
     unenforced: list[str] = field(default_factory=list)
     #: `x-jitney-warnings`: changes made to the conversation before the model read it.
     warnings: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Notes:
     HEADERS: ClassVar[tuple[str, ...]] = ("x-ignored-params", "x-unenforced-schema", WARNINGS)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The response headers, lower case, without those that have nothing to say."""
+        """The response headers with lower-case names; empty ones are left out."""
         lists = (self.ignored, self.unenforced, self.warnings)
         made: list[tuple[bytes, bytes]] = []
         for name, notes in zip(self.HEADERS, lists, strict=True):
@@ -49,7 +49,7 @@ class Notes:
 
 
 def _header_text(note: str) -> str:
-    """A note as a header may hold it. It may be empty, and no header ends with a blank."""
+    """A note in characters that a header allows, without a blank at its end; may be empty."""
     return _UNPRINTABLE.sub("?", note[:_NOTE_CHARS]).strip() or "?"
 
 
@@ -78,11 +78,11 @@ class Context:
     left: bool = False
     #: No client waits for it: it is a line of a batch, of ours or of a fleet's (`background`).
     background: bool = False
-    #: Another engine of the fleet had admitted it and was lost with it (`background`).
+    #: Another engine of the fleet admitted it before that engine was lost (`background`).
     admitted: bool = False
-    #: Its use of its key's tokens, while it runs.
+    #: Its share of its key's token budget, while it runs.
     spending: Spending | None = None
-    #: A router's name for the conversation that it belongs to; empty: none.
+    #: The router's id of its conversation; empty: none.
     session_id: str = ""
     #: Span of OpenTelemetry; None where that is off.
     span: Span | None = None

@@ -1,5 +1,5 @@
-"""Requests that a web page of another site has its visitor's browser send. A browser says so in
-Sec-Fetch-Site, which no page can set, and in Origin; others (curl, an SDK) send neither.
+"""Requests that a browser sends for a web page of another site. Browsers mark them in
+Sec-Fetch-Site, which no page can set, and in Origin; other clients (curl, SDKs) send neither.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jitney.engine.server.http.context import Notes
 from jitney.engine.server.http.errors import HttpError, echo
 from jitney.engine.server.http.settings import ServerSettings
 
-#: Values of Sec-Fetch-Site: a page of this very server, and a person (an address typed in).
+#: Values of Sec-Fetch-Site for a page of this server, and for an address typed by the user.
 _OURS = ("same-origin", "none")
-#: Headers of ours that a page of another site may read.
+#: Response headers that pages of other sites may read.
 _READABLE = (
     "x-request-id",
     "x-session-id",
@@ -68,13 +68,13 @@ def cors(settings: ServerSettings) -> list[Middleware]:
 
 
 def _has_wildcard(origin: str) -> bool:
-    """Whether it stands for several; `*` by itself is for all."""
+    """Whether the origin is a pattern of several origins; `*` alone, for all, is none."""
     return "*" in origin and origin != "*"
 
 
 @cache
 def _pattern(origins: Sequence[str]) -> str | None:
-    """A regular expression of those that stand for several; None if none does."""
+    """A regular expression that matches the origins with wildcards; None if there are none."""
     patterns = [
         re.escape(origin).replace(r"\*", "[A-Za-z0-9_-]+")
         for origin in origins
@@ -89,6 +89,6 @@ def _is_among(origin: str, allowed: Sequence[str]) -> bool:
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Whether the origin is this server by its Host header; a proxy may change the scheme."""
+    """Whether the origin is this server, by the Host header; the scheme may differ (proxies)."""
     _, _, authority = origin.partition("://")
     return bool(authority) and authority.lower() == host.lower()

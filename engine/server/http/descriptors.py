@@ -9,9 +9,9 @@ from jitney.engine.server.http.connections import SPARE
 
 _log = logging.getLogger("jitney")
 
-#: More than any server needs; some systems name a billion, and some programs walk through them.
+#: Upper bound of the limit: some systems allow a billion, and some programs iterate over all.
 _ENOUGH = 1 << 20
-#: Descriptors for everything but connections: logs, libraries, sockets, files, webhooks.
+#: Descriptors reserved for logs, libraries, listening sockets, files and webhooks.
 _OWN = 128
 #: Connections accepted in one turn of the loop, and turns until a refused one is closed.
 ACCEPTED_AT_ONCE, _TURNS = 16, 5
@@ -24,7 +24,7 @@ def _descriptor_limit() -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit as far as allowed, and return it: nothing here uses select()."""
+    """Raise the limit to the allowed maximum and return it. Safe, as nothing here uses select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raised = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < raised:

@@ -1,4 +1,4 @@
-"""Work that may have to end before it is done: its client leaves, or the server stops."""
+"""Work that is cancelled when its client leaves or the server stops."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from jitney.engine.config import why_no_room
 
 _log = logging.getLogger("jitney.api")
 
-#: Seconds between two looks, and bytes below which a disk counts as full.
+#: Seconds between two checks, and free bytes below which a disk counts as full.
 _LOOK_S, _LEAST_BYTES = 10.0, 64 << 20
 _REMEDY = (
     "move them with data_dir (files, batches, jobs) and record; until then what has to be written "
@@ -22,7 +22,9 @@ _REMEDY = (
 async def watch_disks(
     folders: Sequence[Path], on_full: Callable[[], None], pause_s: float = _LOOK_S
 ) -> None:
-    """Log, once each, when an existing folder's disk is full and when it has room; endless."""
+    """Run for ever; log once when the disk of a folder gets full, and once when it has room
+    again.
+    """
     full: set[Path] = set()
     while True:
         for folder in folders:

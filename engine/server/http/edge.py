@@ -32,7 +32,7 @@ from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.http.tenants import identity_of
 
-#: Methods that change nothing. OPTIONS is how a browser asks beforehand.
+#: Methods that change nothing. Browsers send OPTIONS before a cross-site request.
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 #: Context that lives as long as the application.
 type _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
@@ -46,7 +46,9 @@ def application(
     lifespan: _Lifespan,
     keys: ApiKeys | None = None,
 ) -> Starlette:
-    """Routes behind the edge. table: those known by their lines. keys: None: the settings'."""
+    """The application: routes behind the middleware. table: routes with rules of their own. keys:
+    None: those of the settings.
+    """
     app = Starlette(
         routes=routes,
         middleware=_edge(observer, settings, table, keys or ApiKeys(settings)),
@@ -61,7 +63,7 @@ def _edge(
     observer: ServerContext, settings: ServerSettings, table: RouteTable, keys: ApiKeys
 ) -> list[Middleware]:
     """The middleware of every request, outermost first."""
-    # The most that one client may have at work.
+    # Most connections of one client that may have a request under way.
     most = math.ceil(settings.max_connections * 3 / 4)
     whose = "requests (three quarters of max_connections)"
     shares = Shares(most, whose, "too_many_connections")
@@ -98,7 +100,7 @@ class _SiteGuard:
 
 @dataclass(frozen=True, slots=True)
 class _ClientShares:
-    """Limits a client's share of the connections, so that others get some."""
+    """Limits the connections of one client, so that other clients get some."""
 
     app: ASGIApp
     shares: Shares
@@ -146,7 +148,7 @@ async def _answer_unrouted(table: RouteTable, request: Request, error: Exception
 
 
 def _router_error(table: RouteTable, path: str, error: Exception) -> Exception:
-    """The router's error in our words."""
+    """The router's error with this server's message."""
     allowed = table.allowed(path)
     if allowed:  # else the path is an extra route or unknown
         return HTTPException(405, headers={"allow": ", ".join(allowed)})

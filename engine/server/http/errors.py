@@ -1,4 +1,4 @@
-"""The one table of errors, and the one function that turns any of them into an answer."""
+"""The table of errors, and their conversion into responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 _log = logging.getLogger("jitney.api")
 
-#: Most characters of a message, with its quotations.
+#: Most characters of a message, quoted input included.
 _MESSAGE_LIMIT = 1000
 #: Most characters of a client's own input that any message repeats.
 _ECHO_LIMIT = 200
@@ -61,7 +61,7 @@ _CODES: dict[str, tuple[int, str | None, float | None]] = {
     "request_quarantined": (400, "request_quarantined", None),
     "internal_error": (500, "internal_error", None),
 }
-#: Messages for what the router refuses.
+#: Messages for errors of the router, by status.
 _ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
 #: Anthropic's routes, and those that both APIs have; what the paths of Ollama's begin with.
 _MESSAGES = "/v1/messages"
@@ -70,7 +70,7 @@ _OLLAMA = "/api/"
 
 
 class ErrorForm(Enum):
-    """The API whose clients read an error; and an answer, where two APIs have the route."""
+    """The API whose error form a client reads; also the answer's form on routes of two APIs."""
 
     #: {"error": {"message", "type", "param", "code"}}
     OPENAI = "openai"
@@ -106,8 +106,8 @@ class ErrorAnswer(ResponseModel):
 
 
 class AnthropicError(ResponseModel):
-    """The problem and its remedy. details: what a client looks at to go on by itself;
-    only where there is such a thing. code: of a prompt that is too long.
+    """The problem and its remedy. details: facts by which a client can recover, where there are
+    any. code: only for a prompt that is too long.
     """
 
     type: str
@@ -154,7 +154,7 @@ class HttpError(JitneyError):
 
     @classmethod
     def no_model(cls, name: str, hint: str = "") -> HttpError:
-        """404. hint: what is said behind the name."""
+        """HttpError 404 for an unknown model. hint: text after the name."""
         return cls(404, f"no model {echo(name)}{hint}", code="model_not_found", param="model")
 
 
@@ -200,7 +200,7 @@ class ErrorReply:
         return Response(self.json(form), self.status, self.headers, "application/json")
 
     def json(self, form: ErrorForm) -> bytes:
-        """The error as clients of this form read it."""
+        """The error body in this form."""
         match form:
             case ErrorForm.OPENAI:
                 body = self.openai()
@@ -211,7 +211,7 @@ class ErrorReply:
         return msgspec.json.encode(body)
 
     def event(self) -> bytes:
-        """Inside a stream that has already begun: one SSE event."""
+        """The error as one SSE event, for a stream that has already begun."""
         return b"data: " + self.json(ErrorForm.OPENAI) + b"\n\n"
 
     def openai(self) -> ErrorAnswer:
@@ -234,7 +234,9 @@ class ErrorReply:
         return types.get(self.status, other)
 
     def anthropic(self) -> AnthropicErrorAnswer:
-        """A form that names the field in its message, and no code but one, which opencode reads."""
+        """Anthropic's form: the message names the field; the only code is the one that opencode
+        reads.
+        """
         message = self._naming_param()
         if self.overflow is not None:
             message = self.overflow.anthropic_message()
@@ -279,7 +281,7 @@ def retry_after_s(headers: Mapping[str, str], default: float) -> float:
 
 
 def _router_reply(error: HTTPException, request_id: str) -> ErrorReply:
-    """The router lists the allowed methods in the order of a set; ours is the same on every run."""
+    """The router's error; allowed methods are sorted, as the router's order varies between runs."""
     message, code = _ROUTER.get(error.status_code, (error.detail, None))
     reply = ErrorReply(request_id, error.status_code, message, code)
     for name, value in (error.headers or {}).items():

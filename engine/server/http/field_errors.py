@@ -1,4 +1,4 @@
-"""Errors of a body, in words that name its fields and not the models that it was checked with."""
+"""Validation errors of a body, in terms of its fields instead of pydantic's models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonObject, JsonValue
 from jitney.engine.server.http.errors import echo
 
-#: Errors that one message tells of.
+#: Most errors in one message.
 _MOST_FAULTS = 10
-#: Pydantic's types of error whose own messages name classes, or say less.
+#: Pydantic's error types whose own messages name classes, or are less clear.
 _REASONS = {
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
@@ -34,7 +34,7 @@ _FIELD = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """One error. A value of a union has those of all branches."""
+    """One validation error. A value of a union type has the errors of all branches."""
 
     path: str
     reason: str
@@ -46,17 +46,19 @@ class _Fault:
 
     @property
     def is_mismatch(self) -> bool:
-        """The value is not at all of its branch's kind."""
+        """The value does not have the basic type of its branch."""
         return self.path == self.union
 
     @property
     def is_of_other_type(self) -> bool:
-        """The value is an object that says that it belongs to another branch, or to none."""
+        """The value is an object whose `type` names another branch, or none."""
         return self.path == f"{self.union}.type"
 
 
 def readable(error: ValidationError, raw: JsonObject) -> RequestError:
-    """At most 10 errors in one message, the first as `param`; only names of `raw` are repeated."""
+    """RequestError with at most 10 errors; `param` is the first. Only names in `raw` are
+    repeated.
+    """
     entries = error.errors(include_url=False, include_input=False)
     faults = list(_without_branches([_fault(entry, raw) for entry in entries]))[:_MOST_FAULTS]
     first = faults[0]
@@ -66,7 +68,7 @@ def readable(error: ValidationError, raw: JsonObject) -> RequestError:
 
 
 def _fault(entry: ErrorDetails, raw: JsonObject) -> _Fault:
-    """A fault, whose path leaves out pydantic's names of union branches and dictionary keys."""
+    """A fault; its path omits pydantic's names of union branches and dictionary keys."""
     path, union, branch = "", "", ""
     value: JsonValue | JsonObject = dict(raw)
     is_known = True
@@ -105,7 +107,7 @@ def _reason(entry: ErrorDetails) -> str:
 
 
 def _without_branches(faults: Iterable[_Fault]) -> Iterator[_Fault]:
-    """The faults, of each union's branches only what helps."""
+    """The faults; those of a union are reduced to the branch that the client meant."""
     for union, group in groupby(faults, lambda fault: fault.union):
         if union:
             yield from _of_union(list(group))

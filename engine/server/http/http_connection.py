@@ -18,7 +18,7 @@ class HttpConnection(h11.Connection):
 
     #: The answer that is being sent is a stream of events.
     sends_events = False
-    #: Its body is framed in chunks (RFC 9112, 7.1).
+    #: The body of the answer is sent in chunks (RFC 9112, 7.1).
     sends_chunks = False
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Reading hostile JSON: parse, check the depth, name the field; writing long JSON in pieces."""
+"""Reading untrusted JSON with bounds on its depth; writing long JSON in pieces."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jitney.engine.server.http.errors import HttpError, echo
 from jitney.engine.server.http.slices import Pieces
 
 _MAX_DEPTH = 64
-#: orjson's error for a thousand levels.
+#: orjson's error for a depth of more than a thousand levels.
 _TOO_DEEP = "Recursion limit reached"
 _CONTAINERS = frozenset({dict, list})
-#: Values that are looked at between two stops of `TimeSlices`.
+#: Values checked between two pauses of `TimeSlices`.
 _LOOKS = 256
-#: Stands where a LongJson belongs; no JSON text contains this byte.
+#: Placeholder for a LongJson in encoded text; no JSON text contains this byte.
 _HOLE = b"\0"
 #: Elements of a list that are written at once.
 _GROUP = 16
-#: The same of plain numbers and words that are there already.
+#: The same for lists of plain numbers and strings that exist already.
 _RUN = 2048
 
 
@@ -57,7 +57,7 @@ def _too_deep() -> HttpError:
 
 
 def _check_depth(value: JsonValue) -> Generator[None, None, None]:
-    """Level by level: nothing here calls itself."""
+    """Raise HttpError for too many levels; iterates instead of recursing."""
     level: list[JsonValue] = [[value]]
     for _ in range(_MAX_DEPTH + 1):
         inner: list[JsonValue] = []
@@ -125,7 +125,7 @@ class LongJson:
 
     @classmethod
     def of_list[T](cls, values: list[T]) -> list[T]:
-        """A list that is there already, and may be long."""
+        """A LongJson of an existing list."""
         if len(values) <= _RUN:
             return values
         return cls._joined(lambda: _runs(values))
@@ -162,7 +162,7 @@ def _groups(make: Callable[[int], object], count: int) -> Iterator[Iterable[byte
 
 
 class _HoldsLongJson(Exception):
-    """The value cannot be written at once."""
+    """Raised for a value that contains a LongJson."""
 
 
 def _written(item: object) -> msgspec.Raw:

@@ -1,4 +1,4 @@
-"""The listening socket and the keys: what must be right before anything is loaded."""
+"""The listening socket and the keys, which are checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket, bound and ready to be served on. Raises ConfigError, in one line."""
     family, address = _address_of(host, port)
     try:
-        # A living listener still makes it fail: some systems refuse only the second `listen`.
+        # Fails if another process listens: some systems refuse only the second `listen`.
         return socket.create_server(
             address, family=family, backlog=0, dualstack_ipv6=family == socket.AF_INET6
         )
@@ -55,7 +55,7 @@ def load_certificate(context: ssl.SSLContext, server: ServerSection) -> None:
     try:
         if key_file.stat().st_mode & stat.S_IRWXO:
             raise ConfigError(f"{key_file} is open to other users of this machine: chmod o= it")
-        # An encrypted key would be asked about in the terminal.
+        # Without this, OpenSSL would ask for an encrypted key's password in the terminal.
         context.load_cert_chain(server.ssl_certfile, key_file, password="")
     except ssl.SSLError as error:
         raise ConfigError(

@@ -110,7 +110,7 @@ def _of_engine(number: Callable[[EngineInfo], float]) -> _Value:
     return lambda client: 0 if client.info is None else number(client.info)
 
 
-#: Name -> what it is, and where it is read.
+#: Name -> help text, and how to read the value.
 _GAUGES = {
     "engine_up": (
         "1 while the engine serves",
@@ -178,7 +178,7 @@ _COUNTERS = {
     ),
     "nan_rows": ("rows whose logits were not finite", attrgetter("counters.nan_rows")),
 }
-#: Name -> what it is, its label, and where its values are read.
+#: Name -> help text, label, and how to read the values.
 _LABELLED = {
     "engine_restarts": (
         "engine processes started to replace one that ended",
@@ -313,7 +313,7 @@ def _histograms(client: EngineClient) -> Iterator[Metric]:
 
 
 def _device(client: EngineClient) -> Iterator[Metric]:
-    """Numbers that are not known have no sample."""
+    """Metrics of the device; unknown values have no sample."""
     use = DeviceUse.of(client.info, client.history.records, time.monotonic())
     for name, (text, value) in _DEVICE.items():
         family = GaugeMetricFamily(f"jitney_device_{name}", text, labels=())
@@ -337,7 +337,7 @@ def _step_seconds(client: EngineClient) -> Metric:
     return family
 
 
-#: Histograms of ours, by vLLM's names.
+#: vLLM's names of histograms -> this server's histograms.
 _RENAMED = {
     "vllm:time_to_first_token_seconds": "ttft",
     "vllm:inter_token_latency_seconds": "itl",
@@ -433,7 +433,7 @@ def _samples(histogram: StepHistogram) -> _Samples:
 
 
 def _totals(counter: Counter) -> list[Sample]:
-    """The counts themselves, without the times at which they were made."""
+    """The values of a counter, without the timestamps of their creation."""
     [family] = counter.collect()
     return [sample for sample in family.samples if sample.name.endswith("_total")]
 

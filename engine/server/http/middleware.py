@@ -31,14 +31,14 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
 _PORT = re.compile(rb":[0-9]+\Z")
 _JSON = re.compile(r'application/json\s*(?:;\s*charset="?utf-8"?\s*)?\Z', re.IGNORECASE)
 _FORM = re.compile(r"multipart/form-data\s*;", re.IGNORECASE)
-#: Bytes of an upload beside the file, and its least bytes a second.
+#: Bytes of an upload in addition to the file, and its lowest rate in bytes per second.
 _FORM_BYTES, _LEAST_RATE = 1 << 16, 16_384
 _MAX_HEADERS = 256
 _MAX_HEADER_BYTES = 1 << 16
 _TOO_LARGE = 413
 #: Status logged for a client that left before its answer.
 _LEFT = 499
-#: Methods that the log names; others are the client's own words.
+#: Methods that the log names; others are arbitrary text of the client.
 _METHODS = frozenset(
     {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"}
 )
@@ -64,7 +64,7 @@ class ErrorMiddleware:
         route = self.table.find(path, scope["method"])
         versions = values_of(scope, b"anthropic-version")
         form = ErrorForm.of(path, names_version=bool(versions))
-        # The client's id if it is harmless; only for headers and logs.
+        # The client's id if it is safe to repeat; only for headers and logs.
         request_id = _safe_header(scope, b"x-request-id") or uuid.uuid4().hex
         context = scope["jitney"] = Context(request_id, route, form)
         context.session_id = _safe_header(scope, b"x-session-id")
@@ -123,7 +123,9 @@ def _template(scope: Scope, context: Context) -> tuple[str, int]:
 
 
 def _safe_header(scope: Scope, name: bytes) -> str:
-    """A header that is given once and is harmless in headers and logs; else nothing."""
+    """The value of a header that was sent once and is safe to repeat in headers and logs; else
+    ''.
+    """
     values = values_of(scope, name)
     text = values[0].decode("latin-1") if len(values) == 1 else ""
     return text if Context.SAFE_ID.match(text) else ""
@@ -143,11 +145,11 @@ def _context_headers(context: Context) -> list[tuple[bytes, bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class HeaderLimits:
-    """Bounds the size of headers, and requires one well-formed Host that is ours: a page elsewhere
-    could point a name of its own at this server. The parser bounds incomplete heads only.
+    """Bounds the size of headers, and requires exactly one valid Host of this server: a page of
+    another site could point its own domain at this server. The parser bounds incomplete heads only.
     """
 
-    #: In the state of a scope: the request came over one connection too many.
+    #: Key in a scope's state: the request's connection exceeds the limit of connections.
     CROWDED: ClassVar[str] = "jitney_crowded"
 
     app: ASGIApp
@@ -224,7 +226,7 @@ class BodyLimit:
         await self.app(scope, receive, send)
 
     def _metered(self, scope: Scope, receive: Receive) -> Receive:
-        """The body as it comes, within its limit; clients below `_LEAST_RATE` are let go."""
+        """A `receive` that enforces the size limit and disconnects clients below `_LEAST_RATE`."""
         limit = self.settings.server.file_limit + _FORM_BYTES
         _check_length(scope, limit)
         started = asyncio.get_running_loop().time()
@@ -269,7 +271,9 @@ class BodyLimit:
         return replay
 
     async def _first_before_ready(self, scope: Scope, receive: Receive) -> Message:
-        """Read the body before the limit is known; a large one gets the error of being unready."""
+        """Read the body before the limit is known; a large one gets the error of an unready
+        server.
+        """
         try:
             _check_length(scope, self.settings.LEAST_BODY)
             return await self._first(receive, self.settings.LEAST_BODY)
@@ -278,7 +282,7 @@ class BodyLimit:
             raise reason or error from None
 
     async def _first(self, receive: Receive, limit: int) -> Message:
-        """The whole body as one message, or the client's leaving."""
+        """The whole body as one message, or the disconnect message."""
         body = bytearray()
         more = True
         try:

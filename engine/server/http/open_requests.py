@@ -1,4 +1,4 @@
-"""Counts open requests: too many for more to be read, or none, which a drain waits for."""
+"""A count of open requests: bounds how many are read, and tells a drain when none is left."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OpenRequests:
         await self._idle.wait()
 
     def are_too_many(self, tenant: str, most: int) -> bool:
-        """Whether a tenant's next request is not even read, where `most` keep seats and queue full.
-        One below its share of the open ones may come up to twice that.
+        """Whether a tenant's next request is refused unread. most: requests that fill seats and
+        queue. Tenants below an equal share of the open requests are refused from twice `most` on.
         """
         if self._count < most:
             return False
@@ -32,7 +32,7 @@ class OpenRequests:
 
     @contextmanager
     def one(self, tenant: str = "") -> Iterator[None]:
-        """One more of a tenant, as long as this lasts."""
+        """Count one more request of a tenant within the context."""
         self._count += 1
         self._by_tenant[tenant] += 1
         self._idle.clear()

@@ -23,7 +23,7 @@ from jitney.engine.server.http.routing import HttpRoute, Role
 
 _SCHEMAS = "#/components/schemas/{model}"
 _KEY = "key"
-#: "{model:path}": what follows the name is the router's own.
+#: In "{model:path}", the part after the name is Starlette's and is removed.
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 #: The body of errors in each form.
 _ERROR_ANSWERS = {
@@ -31,7 +31,7 @@ _ERROR_ANSWERS = {
     ErrorForm.ANTHROPIC: AnthropicErrorAnswer,
     ErrorForm.OLLAMA: OllamaErrorAnswer,
 }
-#: Status -> when a route answers it; those of `_GENERATING` only where the engine works.
+#: Status -> description. Statuses in `_GENERATING` belong only to routes that use the engine.
 _ERRORS = {
     400: "the request is not valid; `param` names the field",
     401: "no key, or one that is not ours",
@@ -163,7 +163,7 @@ def _schemas(routes: Sequence[HttpRoute]) -> dict[str, JsonSchemaValue]:
 
 
 def _require_what_is_sent(schema: JsonSchemaValue) -> None:
-    """A default is sent like any other value; a field that may be left out has none."""
+    """Mark fields with defaults as required: responses contain them, but for those with UNSET."""
     required: list[str] = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
         if field.pop("default", msgspec.UNSET) is not msgspec.UNSET:

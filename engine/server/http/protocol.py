@@ -33,13 +33,13 @@ from jitney.engine.server.http.streaming import StreamingWriter
 #: unread bytes resets the connection, and the client may lose its answer.
 _DISCARDED_BYTES = 64 << 20
 _DISCARDING_S = 5.0
-#: The same of what is no HTTP.
+#: The same for input that is not HTTP.
 _LINGER_S = 0.5
-#: Until what has come is certainly read.
+#: Seconds until received bytes are certainly read.
 _SOON_S = 0.5
-#: Pauses between looks at a client that has ended its side: first, and longest (doubling).
+#: Pauses between checks of a half-closed client: the first, and the longest (doubling).
 _LOOK_S, _LONGEST_LOOK_S = 0.05, 2.0
-#: Wait for the answer of such a client over HTTP/1.0, where nothing can be sent before it.
+#: Longest wait for the answer to such a client over HTTP/1.0, which has no interim responses.
 _OLD_PATIENCE_S = 5.0
 
 
@@ -72,7 +72,7 @@ class _Handshake(SSLProtocol):
     after the handshake, for a minute: clients that begin none could use up all open files.
     """
 
-    #: Nothing of an answer is written meanwhile, and what comes is read at once.
+    #: No response is written during a handshake, and all input is read at once.
     written = waiting = 0
     has_unread = False
     key = ""
@@ -115,7 +115,7 @@ def _send_at_once(sock: socket.socket | None) -> None:
 
 
 class _Outbound:
-    """A transport as uvicorn sees it: what is written is counted, and a close is the protocol's."""
+    """Transport given to uvicorn: counts written bytes, and leaves closing to the protocol."""
 
     def __init__(self, transport: asyncio.Transport, protocol: _BoundedProtocol):
         self.written = 0
@@ -132,7 +132,9 @@ class _Outbound:
             self._protocol.close()
 
     def let_go(self) -> None:
-        """Part transport and protocol, which otherwise only a full collection would."""
+        """Break the reference cycle with the protocol, which otherwise waits for a full
+        collection.
+        """
         self._protocol = None
         # A broken connection still holds its methods as callbacks; a close drops them.
         self._transport.close()
@@ -146,9 +148,9 @@ class _BoundedProtocol(H11Protocol):
 
     header_timeout_s = 10.0
     all_open: Connections
-    #: It counts in our place until it is over; None: there is none, or it is.
+    #: The TLS handshake that counts as this connection; None: there is none, or it is over.
     handshake: _Handshake | None = None
-    #: The rest of what the client sends is thrown away, at most so many bytes.
+    #: Bytes of further input that are discarded before the connection is closed.
     _discarding = False
     _left_to_discard = _DISCARDED_BYTES
     _head_timer: asyncio.TimerHandle | None = None
@@ -177,7 +179,7 @@ class _BoundedProtocol(H11Protocol):
         return not self._discarding and self._has(select.POLLIN)
 
     def _has(self, events: int) -> bool:
-        """Whether the socket has one of these events, or is broken."""
+        """Whether poll() reports one of these events for the socket, or an error."""
         poll = select.poll()
         poll.register(self._bare.get_extra_info("socket"), events)
         return bool(poll.poll(0))
@@ -239,7 +241,7 @@ class _BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._outbound.let_go()
-        # Both hold us, as a `DirectWriter`.
+        # Both refer to this object, as a `DirectWriter`.
         self.app_state, self.scope = {}, None  # type: ignore[assignment]
         self.cycle = None  # type: ignore[assignment]  # which calls us when its answer is complete
 
@@ -258,7 +260,7 @@ class _BoundedProtocol(H11Protocol):
         self._say_state()
 
     def _say_state(self) -> None:
-        """Tell what this connection does now."""
+        """Report the connection's state to `Connections`."""
         if self.timeout_keep_alive_task is not None:
             self.all_open.is_kept(self)
         elif self._discarding or self._bare.is_closing() or self.conn.their_state is h11.IDLE:
@@ -267,9 +269,9 @@ class _BoundedProtocol(H11Protocol):
             self.all_open.works(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it has left, or it has ended its side and reads. Only what is
-        sent to it tells (`_look_at_client`). A reader of events is taken to have left: its seat
-        should not wait for that, and a client that ends its side does so with its request.
+        """The client sends no more: it has left, or has half-closed the connection and still reads.
+        Only a write can tell (`_look_at_client`). A reader of an event stream counts as gone, to
+        free its seat early; clients that half-close do so right after their request.
         """
         if self._discarding or not self._owes_answer or self.scheme == "https":
             return False
@@ -288,9 +290,9 @@ class _BoundedProtocol(H11Protocol):
         return is_open and self.conn.their_state is not h11.SEND_BODY
 
     def _look_at_client(self, pause_s: float) -> None:
-        """Let go of a client that has ended its side and turns out to have left: its system answers
-        what is sent with a reset. Until there is an answer, an interim one is sent for that, which
-        every client of HTTP/1.1 passes over (RFC 9110, 15.2).
+        """Disconnect a half-closed client that has in fact left: its system answers a write with a
+        reset. Before there is a response to write, an interim response is sent for that purpose,
+        which every HTTP/1.1 client ignores (RFC 9110, 15.2).
         """
         if self._bare.is_closing() or not self._owes_answer or self._half_closed_at is None:
             return
@@ -344,14 +346,18 @@ class _BoundedProtocol(H11Protocol):
         self.loop.call_later(seconds, self._bare.close)
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles h11's error, which tells a head too large (431)."""
+        """Called by uvicorn while it handles h11's error, whose status is 431 for a head too
+        large.
+        """
         if getattr(sys.exception(), "error_status_hint", 400) == 431:
             self._refuse(HttpError(431, "the request head is too large", close=True))
         else:
             self._refuse(HttpError(400, "not a valid HTTP request", close=True))
 
     def _watch_head(self) -> None:
-        """Run the timer while a head is awaited; between requests uvicorn's own runs."""
+        """Run the header timer while a request head is incomplete; uvicorn's runs between
+        requests.
+        """
         is_awaited = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
         if self._discarding or not is_awaited:
             self._stop_timer()
@@ -369,7 +375,7 @@ class _BoundedProtocol(H11Protocol):
         self._refuse(HttpError(408, message, close=True))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer, if nothing has been answered on this turn yet, and close."""
+        """Send an error response, if none has begun for this request, and close."""
         may_answer = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
         if not may_answer or self._bare.is_closing():
             self._bare.close()

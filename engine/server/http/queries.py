@@ -1,4 +1,4 @@
-"""Query parameters, checked as bodies are."""
+"""Query parameters, validated like bodies."""
 
 from __future__ import annotations
 

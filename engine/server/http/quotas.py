@@ -1,6 +1,6 @@
 """Limits of one client: `Quotas` of its API key's work, `Shares` of scarce things. Work is not
-counted in requests but in sequences, which are charged for their expected output as soon as they
-come. Refused requests are told to return one after the other.
+counted in requests but in sequences, which are charged for their expected output on arrival.
+Retry times of refused requests are spread: one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jitney.engine.core import LengthEstimate, RequestClasses
 from jitney.engine.server.http.errors import HttpError
 
 _MINUTE_S = 60.0
-#: Seconds between ends of a key's sequences at first; the longest advice; the mean's memory.
+#: Initial estimate of the seconds between ends of a key's sequences; the longest Retry-After;
+#: the weight of the newest interval in the mean.
 _FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
 
 
@@ -26,11 +27,13 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S, _FADE = 1.0, 3600.0, 0.9
 class RetryTimes:
     """Spreads the retry times of refused requests: one after the other, not all the same."""
 
-    #: Clock seconds: all before is given away.
+    #: Clock seconds; times before this have been assigned to refused requests.
     until: float = 0.0
 
     def next(self, now: float, first_in: float, each: float) -> float:
-        """Seconds after which to come. first_in: at the soonest; each: that this one takes."""
+        """The retry time in seconds. first_in: the earliest; each: seconds reserved for this
+        request.
+        """
         at = max(self.until, now + first_in)
         if at - now < _LONGEST_RETRY_S:
             self.until = at + each
@@ -41,7 +44,7 @@ class RetryTimes:
 class _Usage:
     """The use of one key."""
 
-    #: Left to spend, below 0 after answers longer than expected; as of `at` (clock seconds).
+    #: Tokens left, negative after answers longer than expected; as of `at` (clock seconds).
     tokens: float
     at: float
     #: Retry times of requests refused for their sequences, and for their tokens.
@@ -49,13 +52,13 @@ class _Usage:
     for_tokens: RetryTimes
     #: Sequences under way.
     open: int = 0
-    #: Seconds between two ends of sequences while none more may be open; when the last one was.
+    #: Mean seconds between two ends of sequences at the limit; time of the last end.
     ends_every: float = _FIRST_RETRY_S
     full_since: float | None = None
 
 
 class _KeyUse(NamedTuple):
-    """The use of a key as others see it."""
+    """The use of a key, as metrics and pages show it."""
 
     #: Sequences under way.
     open: int
@@ -67,7 +70,7 @@ class _KeyUse(NamedTuple):
 class Spending:
     """The tokens of one request. reserved: output tokens that were charged and have not come."""
 
-    #: None: nothing is counted.
+    #: None: tokens are not limited.
     usage: _Usage | None
     reserved: float
 
@@ -87,18 +90,18 @@ class Spending:
 
 @dataclass(slots=True)
 class Shares:
-    """Bounds each client's number of things under way, such as uploads, by `client_of`."""
+    """Limits how many things (such as uploads) one client (`client_of`) may have under way."""
 
     #: Limit of one client.
     most: int
-    #: The things, for the message, and the error's code.
+    #: Plural name of the things, for the message; and the error's code.
     things: str
     code: str
     _taken: Counter[str] = field(default_factory=Counter[str], init=False)
 
     @contextmanager
     def one_of(self, client: str) -> Iterator[None]:
-        """Lasts as long as the thing. Raises HttpError 429 if the client has its share already."""
+        """Context of one thing. Raises HttpError 429 if the client is at its limit."""
         if self._n_open[client] >= self.most:
             raise HttpError(
                 429,
@@ -128,11 +131,11 @@ class Quotas:
     clock: Callable[[], float] = time.monotonic
     #: By key.
     _usage: dict[str, _Usage] = field(default_factory=dict[str, "_Usage"], init=False)
-    #: How long answers are expected to be.
+    #: Estimates of output lengths.
     _lengths: LengthEstimate = field(default_factory=LengthEstimate, init=False)
 
     def limit(self, max_concurrent: int, tokens_per_minute: int) -> None:
-        """Hold keys to these limits from now on; what was spent stays spent, open ones go on."""
+        """Change the limits. Tokens already spent still count; open sequences go on."""
         for key in self._usage:
             self._of(key).tokens += tokens_per_minute - self.tokens_per_minute
         self.max_concurrent, self.tokens_per_minute = max_concurrent, tokens_per_minute
@@ -202,16 +205,18 @@ class Quotas:
             self._of(key).tokens += spending.reserved
 
     def observe(self, request: EngineRequest, key: str, n_output: int, *, by_itself: bool) -> None:
-        """A sequence of this request is over, after so many tokens. by_itself: not cut off."""
+        """Record a sequence's length at its end. by_itself: the model ended it."""
         if self.tokens_per_minute:
             self._lengths.observe(_kind(key, request), 0, n_output, by_itself=by_itself)
 
     def expect(self, key: str, n_prompt: int, max_tokens: int | None, most: int) -> int:
-        """Output tokens of one sequence, at most so many. max_tokens: as the client gave it."""
+        """Expected output tokens of one sequence, at most `most`. max_tokens: as the client set
+        it.
+        """
         return self._lengths.expect(RequestClasses.of(key, n_prompt, max_tokens), most)
 
     def seen(self, key: str, n_prompt: int, max_tokens: int | None, n_output: int) -> None:
-        """A sequence ended after so many tokens."""
+        """Record the length of a sequence that ended."""
         self._lengths.observe(
             RequestClasses.of(key, n_prompt, max_tokens), 0, n_output, by_itself=True
         )
@@ -236,7 +241,7 @@ class Quotas:
         )
 
     def _count(self, usage: _Usage, sequences: int) -> None:
-        """Add so many open sequences, or subtract them."""
+        """Change the number of open sequences."""
         now = self.clock()
         if sequences < 0 and usage.full_since is not None:
             each = (now - usage.full_since) / -sequences
@@ -245,13 +250,15 @@ class Quotas:
         usage.full_since = now if usage.open >= self.max_concurrent else None
 
     def _free_in(self, usage: _Usage, sequences: int) -> float:
-        """Expected seconds until so many may be opened, after requests that were refused before."""
+        """Expected seconds until `sequences` may be opened, after those refused before them."""
         missing = usage.open + sequences - self.max_concurrent
         each = usage.ends_every
         return usage.for_sequences.next(self.clock(), missing * each, sequences * each)
 
     def _of(self, key: str) -> _Usage:
-        """The key's usage as of now; keys are as many as were handed out, so none is forgotten."""
+        """The key's usage as of now. Usages are never dropped: configured keys bound their
+        number.
+        """
         now, full = self.clock(), float(self.tokens_per_minute)
         usage = self._usage.get(key)
         if usage is None:

@@ -21,11 +21,11 @@ type FileNews = Literal["none", "unchanged", "replaced"]
 
 
 class KeyNews(ResponseModel, kw_only=True):
-    """How many keys changed, and what ended with those that were removed."""
+    """Numbers of changed keys, and of requests and tasks that ended because of removed keys."""
 
     added: int
     removed: int
-    #: Keys that are another role's now.
+    #: Keys that have another role now.
     changed: int
     #: Open requests that ended with an error, and work in the background that was cancelled.
     requests_ended: int
@@ -34,7 +34,7 @@ class KeyNews(ResponseModel, kw_only=True):
 
 
 class AdapterNews(ResponseModel):
-    """Names of the adapters that came, that went, and whose files are others than before."""
+    """Names of added and removed adapters, and of those with changed files."""
 
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
@@ -49,16 +49,16 @@ class ReloadAnswer(ResponseModel, kw_only=True):
     status: Literal["reloaded"] = "reloaded"
     keys: KeyNews
     certificate: FileNews
-    #: The key that a fleet asks engines of `urls` with.
+    #: Result for the key that a fleet sends to the engines of `urls`.
     engine_key: FileNews
     adapters: AdapterNews
-    #: Other settings that were changed and count from now on.
+    #: Other changed settings that take effect now.
     settings: list[str]
-    #: Settings that were changed and count only at the next start.
+    #: Changed settings that take effect at the next start.
     needs_restart: list[str]
 
 
-#: Reads the files and takes over what changed. Raises JitneyError, and then nothing has changed.
+#: Reads the files and applies changes. If it raises JitneyError, nothing has changed.
 type Reload = Callable[[], Awaitable[ReloadAnswer]]
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jitney")
 
 _WEBHOOK_SECRET = "webhook_secret_file"
-#: Settings of [server] that requests are held to as they stand, and what messages are signed with.
+#: Settings of [server] that are read anew for each request or message.
 _READ_AT_USE = frozenset(
     {
         "key_max_concurrent",
@@ -47,7 +47,7 @@ _READ_AT_USE = frozenset(
         _WEBHOOK_SECRET,
     }
 )
-#: Settings of [server] that a running server takes over.
+#: Settings of [server] that a running server can change.
 LIVE = _READ_AT_USE | {
     "api_key_file",
     "api_keys",
@@ -97,11 +97,11 @@ class FreshSettings:
     """A configuration that was read again and is sound."""
 
     server: ServerSection
-    #: Settings that differ from those of the start and count only at the next one.
+    #: Settings that differ from those of the start and take effect only at the next start.
     needs_restart: list[str]
-    #: Takes over the key that engines are asked with.
+    #: Applies a new key for requests to engines.
     take_engine_key: Callable[[], Awaitable[FileNews]] = _no_key
-    #: Has the adapters loaded. Raises JitneyError, naming one, and then nothing has changed.
+    #: Loads the adapters. If it raises JitneyError (naming one), nothing has changed.
     take_adapters: Callable[[], Awaitable[AdapterNews]] = _no_adapters
 
 
@@ -111,7 +111,7 @@ class Reloader:
     and batches are cancelled; what it stored stays.
     """
 
-    #: As the server was started.
+    #: The configuration at the start.
     server: ServerSection
     #: Reads the configuration; blocks. Raises ConfigError.
     read: Callable[[], FreshSettings]
@@ -120,17 +120,17 @@ class Reloader:
     host: _Host
     #: TLS of the listening socket; None: it speaks none.
     tls: Callable[[], ssl.SSLContext | None]
-    #: Hears of the settings and the keys that count from now on.
+    #: Called with the settings and the keys in effect.
     on_taken: Callable[[FreshSettings, AcceptedKeys], None] | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    #: Digest of the certificate's files, as they count now.
+    #: Digest of the certificate files in use.
     _certificate: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self._certificate = _certificate_digest(self.server)
 
     async def __call__(self) -> ReloadAnswer:
-        """Raises JitneyError, naming file and field, and then nothing has changed."""
+        """Reload. If it raises JitneyError (naming file and field), nothing has changed."""
         from jitney.engine.server.http.reload import ReloadAnswer
 
         async with self._turn:
@@ -157,7 +157,7 @@ class Reloader:
         return answer
 
     def _checked(self, server: ServerSection) -> AcceptedKeys:
-        """The keys of new settings that can be taken over. Raises ConfigError. Blocks."""
+        """The keys of the new settings, after checking all files. Raises ConfigError. Blocks."""
         check_tls(server)
         if bool(server.ssl_certfile) != (self.tls() is not None):
             raise ConfigError("ssl_certfile: a server begins or stops to speak TLS at a start only")
@@ -175,7 +175,7 @@ class Reloader:
         return accepted
 
     def _take_certificate(self, server: ServerSection) -> FileNews:
-        """Handshakes from now on use the certificate that the files hold. Blocks."""
+        """Load the certificate files for new handshakes. Blocks."""
         context = self.tls()
         if context is None:
             return "none"
@@ -187,7 +187,7 @@ class Reloader:
         return "replaced"
 
     def _take_settings(self, fresh: ServerSection, secret: str) -> list[str]:
-        """Names of what requests are held to from now on, where it differs. secret: of webhooks."""
+        """Apply changed settings; returns their names. secret: the webhook secret."""
         before, server = self.host.settings, self.host.settings.server
         now = {name: getattr(fresh, name) for name in _READ_AT_USE}
         changed = {name for name, value in now.items() if value != getattr(server, name)}
@@ -242,7 +242,7 @@ class Reloader:
         loop.add_signal_handler(signal.SIGHUP, hang_up(stop=stop, reload=reload))
 
     async def aloud(self) -> None:
-        """Reload; the log has the outcome."""
+        """Reload and log the outcome."""
         try:
             await self()
         except JitneyError as error:
@@ -265,7 +265,7 @@ def hang_up(stop: Callable[[int], None], reload: Callable[[], None]) -> Callable
 
 
 def _has_terminal() -> bool:
-    """Whether what we write goes to a terminal that is there."""
+    """Whether stderr is an open terminal."""
     try:
         return os.isatty(sys.stderr.fileno())
     except (OSError, ValueError):
@@ -273,7 +273,7 @@ def _has_terminal() -> bool:
 
 
 def _certificate_digest(server: ServerSection) -> bytes:
-    """Digest of the bytes of certificate and key; of nothing where they cannot be read."""
+    """Digest of certificate and key; of empty bytes if they cannot be read."""
     digest = hashlib.sha256()
     for name in (server.ssl_certfile, server.ssl_keyfile):
         try:
@@ -285,7 +285,7 @@ def _certificate_digest(server: ServerSection) -> bytes:
 
 
 def _needs_restart(fresh: FreshSettings, adapters: AdapterNews) -> list[str]:
-    """Names of the settings that count at the next start; `adapters` also if only files changed."""
+    """Names of settings that need a restart; `adapters` also if only their files changed."""
     names = {*fresh.needs_restart}
     if adapters.needs_restart:
         names.add("adapters")

@@ -43,17 +43,17 @@ class HttpRoute:
     summary: str
     #: Role that may use it.
     role: Role = Role.USER
-    #: It makes the engine work: counted for its key and a drain, ended when the client leaves.
+    #: Uses the engine: counted for its key and for a drain, cancelled when the client leaves.
     generates: bool = False
-    #: Most bytes of a body; 0 for the server's own limit.
+    #: Most bytes of a body; 0: the server's limit.
     body_limit: int = 0
-    #: The model of the body that it takes; None if it takes none.
+    #: The model of the request body; None: no body.
     body: type[BaseModel] | None = None
     #: The body is read as JSON whatever its Content-Type.
     takes_any_type: bool = False
     #: The body is multipart/form-data, read by the handler; its limit is `file_limit`.
     uploads: bool = False
-    #: The model of what may stand after the question mark; None if nothing may.
+    #: The model of the query parameters; None: no parameters.
     query: type[BaseModel] | None = None
     #: The struct of its answer, a list of one, or one of several; None for what is no JSON.
     answer: Any = None
@@ -68,7 +68,7 @@ class HttpRoute:
     status: int = 200
     #: Level of its line in the access log.
     log_level: int = logging.INFO
-    #: It is answered however many connections are open: a full server is no broken one.
+    #: Answered at any number of open connections, so that a full server does not seem broken.
     is_probe: bool = False
 
     @classmethod
@@ -87,7 +87,7 @@ class HttpRoute:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routes are found by: without the root_path, which a proxy takes away."""
+    """The path without root_path (a prefix that a proxy removes), for matching routes."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if path == root:
@@ -102,7 +102,9 @@ class RouteTable:
         self._patterns = [(compile_path(route.path)[0], route) for route in routes]
 
     def find(self, path: str, method: str) -> HttpRoute | None:
-        """The route of a path for the method, else the first (405); None: no route has the path."""
+        """The route for path and method; for another method the first with the path (405); None:
+        404.
+        """
         candidates = self._with_path(path)
         for route in candidates:
             if method in _allowed(route):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class _Metrics(Protocol):
     @property
     def requests(self) -> Counter:
-        """Counted by the route's template and the status class."""
+        """Counter of requests by route template and status class."""
         ...
 
     def render(self) -> bytes: ...
@@ -60,7 +60,7 @@ class ServerContext(Protocol):
 
     @property
     def internal_requests(self) -> InternalRequests | None:
-        """Its batches and jobs; None until the application is made."""
+        """Batches and jobs; None until the application exists."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class ServerContext(Protocol):
 
     @property
     def running_names(self) -> Sequence[str]:
-        """The models that would answer now."""
+        """Names of the models that can answer now."""
         ...
 
     @property
@@ -94,7 +94,7 @@ class ServerContext(Protocol):
         ...
 
     def card(self, name: str) -> ModelCard:
-        """The model of a name that is listed."""
+        """The card of a listed name."""
         ...
 
     def unready(self) -> RequestError | None:
@@ -110,11 +110,11 @@ class ServerContext(Protocol):
         ...
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """A request has ended. reply: its error, if it got no answer; else `context.status`."""
+        """Called when a request has ended. reply: the error, if one was raised."""
         ...
 
     def trouble(self, code: str, cause: str) -> None:
-        """Note that something beside the engine failed; `code`: "store" or "webhook"."""
+        """Record a failure outside the engine. code: "store" or "webhook"."""
         ...
 
     def check_background(self) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.api")
 
-#: Requests read beyond those that can sit and wait; least seconds until an unread one returns.
+#: Requests read beyond the capacity of seats and queue; least Retry-After of an unread one.
 _MOST_READ, _LEAST_RETRY_S = 64, 1.0
 
 
@@ -64,14 +64,14 @@ class Service:
         self.metrics = ServerMetrics(self)
         server = settings.server
         self.quotas = Quotas(server.key_max_concurrent, server.key_tokens_per_minute)
-        #: The loop's time for answers with many tokens.
+        #: Shares the event loop's time between long answers.
         self.slices = TimeSlices()
-        #: Answers of /v1/responses that clients may come back to.
+        #: Stored responses of /v1/responses.
         self.responses = ResponseStore(
             server.responses_kept, server.responses_bytes, server.responses_ttl_s
         )
         self._open = OpenRequests()
-        # Of requests that were refused unread.
+        # Retry times of requests that were refused unread.
         self._returns = RetryTimes()
         self._drain_begun = asyncio.Event()
         #: Texts of the model: limits, tokens, prompts, grammars.
@@ -94,7 +94,7 @@ class Service:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names that ask for the model with an adapter; none until the engine is ready."""
+        """Model names that select an adapter; none until the engine is ready."""
         info = self.client.info
         return () if info is None else tuple(info.model.adapters)
 
@@ -147,7 +147,7 @@ class Service:
             self.internal_requests.stop()
 
     async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work that a drain does not wait for. Raises RequestError draining if one begins."""
+        """Run work until a drain begins, which raises RequestError `draining`."""
         if await until(self._drain_begun.wait(), work):
             raise RequestError("the server is shutting down", code="draining")
 
@@ -160,9 +160,9 @@ class Service:
         self.text.close()
 
     def generating(self, context: Context) -> AbstractContextManager[None]:
-        """Count one open generation request, for `drained`. Raises RequestError queue_full, unread,
-        where more are open than can sit and wait, or are read while none is taken: reading what
-        will be refused takes the time of others.
+        """Context that counts one open generation request, for `drained`. Raises RequestError
+        queue_full before the body is read if seats and queue are full, or if the engine admits
+        nothing: reading a body that will be refused takes time from other requests.
         """
         info = self.client.info
         if info is not None and not context.background:
@@ -177,9 +177,11 @@ class Service:
         return self._open.one(context.tenant)
 
     def _retry_in(self, most: int) -> float:
-        """Seconds until an unread request may return: one by one, as fast as waiting ones leave."""
+        """Retry time of an unread request in seconds: requests return at the rate the queue
+        drains.
+        """
         counters = self.client.counters
-        if counters.predicted_wait <= 0:  # those that were told to have returned, or do not
+        if counters.predicted_wait <= 0:  # refused requests have returned, or never will
             self._returns.until = 0.0
         wait = max(_LEAST_RETRY_S, counters.predicted_wait)
         each = wait / (counters.waiting or most)
@@ -243,7 +245,7 @@ class Service:
         return None if self.client.info is not None else self.unready()
 
     def stalled(self) -> RequestError | None:
-        """An engine that is up but shows no sign of life."""
+        """Why a running engine makes no progress, or None."""
         age = self.client.last_step_age()
         if age > self.settings.server.heartbeat_s:
             return RequestError(
@@ -261,7 +263,7 @@ class Service:
         return info, tokenizer
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """Show refusals that ask for a retry on the page, but not those of batch lines."""
+        """Record refusals with a retry time for the page, except those of batch lines."""
         if reply is None or context.background:
             return
         generates = context.route is not None and context.route.generates

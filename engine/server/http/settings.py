@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from jitney.engine.config import ServerSection
 
-#: Bytes of a body for each token of the context, where no limit is set: eight characters, each a
-#: JSON escape of six bytes. English has some 4.6 characters a token, Chinese 1.5.
+#: Body bytes per token of the context, if no limit is set: eight characters, each as a JSON
+#: escape of six bytes. English has some 4.6 characters a token, Chinese 1.5.
 _BYTES_PER_TOKEN = 48
 
 
@@ -20,7 +20,7 @@ class ServerSettings:
     are bytes, times seconds.
     """
 
-    #: Bytes of a body that are always taken where no limit is set.
+    #: Smallest limit of a body in bytes, if no limit is set.
     LEAST_BODY: ClassVar[int] = 1 << 20
 
     #: The section; fields below replace those of the same name. Not in reprs: it may have keys.
@@ -28,7 +28,7 @@ class ServerSettings:
     #: `digest_key` of each accepted key; where both are empty every client is an administrator.
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
-    #: Routes outside the table: paths without a key, and prefixes with a check of their own.
+    #: Routes outside the table: paths that need no key, and prefixes that check access themselves.
     public_paths: frozenset[str] = frozenset()
     public_prefixes: tuple[str, ...] = ()
     #: Accepted Host names, lower case, without port; None for any.
@@ -47,7 +47,7 @@ class ServerSettings:
     comment_s: float = 15.0
 
     def body_limit(self, context_length: int) -> int:
-        """Most bytes of a request body: as it was set, or by a model's context."""
+        """Most bytes of a request body: the setting, else by the model's context."""
         return self.server.body_limit or max(self.LEAST_BODY, _BYTES_PER_TOKEN * context_length)
 
     def with_page(self, path: str) -> ServerSettings:

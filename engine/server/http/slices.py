@@ -1,5 +1,5 @@
-"""Long work on the event loop, a few milliseconds at a time, as generators. Pure Python in a thread
-would take the interpreter for 5 ms whenever the loop writes to a socket.
+"""Long work on the event loop, a few milliseconds at a time, as generators. In a thread, pure
+Python would hold the GIL for 5 ms whenever the loop writes to a socket.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 
 from jitney.engine.common.errors import RequestError
 
-#: Stops now and then; returns what it made.
+#: Yields regularly; returns the result.
 type Work[T] = Generator[object, None, T]
-#: Stops after each piece of what is sent.
+#: Yields after each piece of the body.
 type Pieces = Generator[bytes, None, None]
 
-#: Seconds of work between two turns of the loop; a generator stops much more often.
+#: Length of a slice in seconds; generators must yield much more often.
 _SLICE_S = 0.002
 #: Bytes that are sent at once.
 _BLOCK = 1 << 16
-#: Most tasks resumed at a time: about as many streams write a token each in a slice.
+#: Most tasks resumed at a time: about as many streams can write a token each in a slice.
 _CALLED = 16
 
 
@@ -33,9 +33,9 @@ class TimeSlices:
     """
 
     _open = 0
-    #: A task has the slice of this turn, or will get that of the next one.
+    #: The slice of this turn, or of the next one, is assigned to a task.
     _taken = False
-    #: Tasks that were resumed and have not run yet; the first of them begins a slice.
+    #: Tasks that were resumed and have not run yet; the first one to run begins a slice.
     _called = 0
     _has_begun = True
     #: time.perf_counter() at which this turn's slice is used up.
@@ -46,7 +46,7 @@ class TimeSlices:
         #: (slices had so far, order of arrival, the task's future).
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
-        #: Short work that waits for one of the next turns; a turn is called for it.
+        #: Short work for one of the next turns.
         self._short: deque[Callable[[], object]] = deque()
         self._calls_short = False
 
@@ -86,7 +86,9 @@ class TimeSlices:
             work.close()
 
     async def blocks(self, pieces: Pieces) -> AsyncGenerator[bytes]:
-        """`pieces` as blocks of 64 kB; the reader's time is not held. Raises RequestError busy."""
+        """`pieces` joined to blocks of 64 kB; no slice is held while the reader works. Raises
+        RequestError busy.
+        """
         self._enter()
         try:
             block = bytearray()
@@ -114,7 +116,7 @@ class TimeSlices:
         self._open += 1
 
     async def _turn(self, n_slices: int) -> None:
-        """Wait for a slice of the loop's time, or for the rest of one; it is used at once."""
+        """Wait for a slice of the loop's time, or the rest of one."""
         if not self._is_assigned:
             self._begin()
         elif self._waiting or not self._has_rest:
@@ -160,7 +162,7 @@ class TimeSlices:
         self._has_begun = not self._is_assigned
 
     def _give_up_call(self) -> None:
-        """Give up the turn of a task that was cancelled: if no other was resumed, resume others."""
+        """Give up the turn of a cancelled task; resume others if none is resumed."""
         self._called -= 1
         if not self._called and not self._has_begun:
             self._pass_on()

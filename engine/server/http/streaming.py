@@ -1,4 +1,4 @@
-"""Responses that are sent block by block, as fast as they are made and the client reads."""
+"""Streamed responses: blocks are sent as soon as they are ready and the client reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from jitney.engine.server.http.disconnect import until_disconnect
 
 
 class DirectWriter(Protocol):
-    """A connection that takes parts of the response under way without a task that sends them."""
+    """A connection to which parts of a response can be written synchronously, without a task."""
 
     @property
     def takes_chunk(self) -> bool:
-        """Whether a part can be written now: begun, of open length, and the client reads."""
+        """Whether a part can be written now: the response has begun, is chunked, and the client
+        reads.
+        """
         ...
 
     def write_chunk(self, data: bytes) -> None:
@@ -31,13 +33,13 @@ class StreamingWriter:
 
     #: In the state of a scope: the connection as `DirectWriter`.
     DIRECT: ClassVar[str] = "jitney_direct"
-    #: Headers of server-sent events: no cache keeps them, and no proxy waits for more.
+    #: Headers of server-sent events, which turn off caching and the buffering of proxies.
     EVENT_STREAM: ClassVar[dict[str, str]] = {
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-store",
         "x-accel-buffering": "no",
     }
-    #: The same of a stream of lines, each an object of JSON.
+    #: The same for newline-delimited JSON.
     JSON_LINES: ClassVar[Mapping[str, str]] = EVENT_STREAM | {
         "content-type": "application/x-ndjson"
     }

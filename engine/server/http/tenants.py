@@ -21,7 +21,7 @@ from jitney.engine.server.http.routing import Role
 #: Names the tenant.
 TENANT_HEADER = b"x-jitney-tenant"
 
-#: Without a signature: of a request that shows the client's own key, or none.
+#: The unsigned form, for a request that carries the client's own key, or none.
 _FORM = re.compile(
     rb"(?P<stated>(?P<role>user|admin)\.(?P<tenant>[0-9a-f]{64}))(?:\.(?P<signature>[0-9a-f]{64}))?"
 )
