@@ -66,12 +66,12 @@ def continued(model, tokens: list[int]) -> dict[str, list]:
 def make_references(file: Path, names: list[str]) -> None:
     made = script()
     cases = json.loads(file.read_text()) if file.exists() else {}
-    for name in names or [name for name in made.CASES if name not in LEFT_OUT]:
+    stored = made.stored()
+    for name in names or [name for name in stored if name not in LEFT_OUT]:
         started = time.perf_counter()
-        prefix, settings = made.CASES[name]
-        longer = settings | {"max_position_embeddings": CONTEXT}
-        model, case = made.made(name, prefix, longer)
-        vocab = made.SIZES["vocab_size"]
+        longer = stored[name]["config"] | {"max_position_embeddings": CONTEXT}
+        model, case = made.made(stored[name] | {"config": longer})
+        vocab = made.VOCABULARY
         case["answers"] = [continued(model, prompt(length, vocab)) for length in LENGTHS]
         cases[name] = case
         file.write_text(json.dumps(cases))
@@ -95,7 +95,7 @@ def compared(case: dict, folder: str, kernels: str) -> dict:
         context=CONTEXT,
         weights="auto",
     )
-    vocab = script().SIZES["vocab_size"]
+    vocab = script().VOCABULARY
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, logprobs=1)
     outputs = llm.generate([prompt(length, vocab) for length in LENGTHS], params)
     label = llm.info.kernels.label

@@ -65,6 +65,6 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.nda
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")  # pyright: ignore[reportArgumentType]
     (folder / "config.json").write_text(json.dumps(config))
-    words = {f"t{i}": i for i in range(SCRIPT.SIZES["vocab_size"])}
+    words = {f"t{i}": i for i in range(SCRIPT.VOCABULARY)}
     Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
     return str(folder)
