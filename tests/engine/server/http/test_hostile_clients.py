@@ -10,15 +10,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from api_fakes import ByteTokenizer, FakeClient, Reply, Script, call, make_app, run, served, until
+from api_fakes import ByteTokenizer, FakeClient, Reply, Script, call, make_app, run
 from server_settings import server_settings
 
 from jitney.dashboard import Dashboard
 from jitney.engine.cli import main
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.connections import Connections
 from jitney.engine.server.http.settings import digest_key
 
 PROMPT = {"model": "m", "prompt": "ab", "max_tokens": 3}
@@ -101,36 +99,6 @@ def test_ten_thousand_ranges_of_a_file_cost_nothing():
         assert reply.status in (200, 404, 416) and len(reply.body) < MIB
 
 
-def test_a_crowd_of_slow_sockets_leaves_room_for_others():
-    """Each sends a byte of its head now and then, or none."""
-    settings = server_settings(read_timeout_s=1.0)
-    connections = Connections(settings)
-    app = make_app(read_timeout_s=1.0)
-    with served(app, settings, connections) as (url, port):
-        socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
-        for number, sock in enumerate(socks):
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"[: number % 30])
-        with httpx.Client(trust_env=False, timeout=60, verify=False) as web:
-            assert web.post(url + "/v1/completions", json=PROMPT).status_code == 200
-        until(lambda: connections.n_open <= 1)
-        for sock in socks:
-            sock.close()
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
-async def test_the_same_request_hundreds_of_times_and_most_leave(path: str):
-    """Everybody is answered or left, and nothing stays open."""
-    client = FakeClient(Script("ab" * 20, delay_s=0.005))
-    app = make_app(client)
-    body = GENERATES[path] | {"stream": True}
-
-    leaving = [call(app, path, body, leave_after=0.1) for _ in range(250)]
-    staying = [call(app, path, body) for _ in range(50)]
-    for reply in (await asyncio.gather(*leaving, *staying))[-50:]:
-        assert reply.status == 200 and reply.complete
-    assert not client.open
-
-
 @pytest.mark.parametrize("path", GENERATES)
 def test_names_that_are_code_stay_text(path: str):
     name = "m<img src=x onerror=alert(1)></script><script>a\"b'c"
@@ -163,26 +131,6 @@ def test_a_tokenizer_of_a_gigabyte_is_not_read(tmp_path: Path, capsys: pytest.Ca
     assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 1
     error = capsys.readouterr().err.strip().splitlines()
     assert "Traceback" not in "".join(error)
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_a_client_that_sends_half_and_is_silent_is_told(path: str):
-    """A body that stops, and a connection that is half closed behind a whole one."""
-    settings = server_settings(read_timeout_s=0.3)
-    client = FakeClient()
-    app = make_app(client, read_timeout_s=0.3)
-    body = json.dumps(GENERATES[path]).encode()
-    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % path.encode()
-    head += b"Content-Length: %d\r\n\r\n" % len(body)
-    with served(app, settings) as (_, port):
-        with socket.create_connection(("127.0.0.1", port), 30) as sock:
-            sock.sendall(head + body[:-1])
-            assert sock.recv(100).startswith(b"HTTP/1.1 408 ") and not client.requests
-        with socket.create_connection(("127.0.0.1", port), 30) as sock:
-            sock.sendall(head + body)
-            sock.shutdown(socket.SHUT_WR)
-            assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
-        until(lambda: not client.open)
 
 
 @pytest.mark.parametrize("path", GENERATES)

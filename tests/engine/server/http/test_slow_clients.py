@@ -489,22 +489,6 @@ def test_parts_of_an_answer_do_not_wait_for_each_other(monkeypatch):
         assert lives(port) and options == [1]
 
 
-def test_nobody_notices_a_crowd_of_dead_readers():
-    """A neighbour's stream goes on while others do not read."""
-    script = Script("x" * 2000, chunk=50)
-    with server(script) as (engine, connections, port):
-        socks = [connect(port) for _ in range(8)]
-        for sock in socks:
-            post(sock, _BIG | {"stream": True})
-        until(lambda: connections.waiting > 8 * _STUCK)
-        engine.script = Script("y" * 50, delay_s=0.005)
-        with http_client(f"http://127.0.0.1:{port}") as client:
-            answer = client.post("/v1/completions", json={"model": "m", "prompt": "a"} | {"n": 2})
-        assert answer.status_code == 200
-        for sock in socks:
-            sock.close()
-
-
 def test_the_limit_of_open_files_is_raised_and_said_when_it_is_low(caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
