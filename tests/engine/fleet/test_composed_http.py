@@ -13,8 +13,6 @@ import pytest
 from api_fakes import FakeClient, Script, until
 from fleet_engines import FakeEngine, Served, engines, fleet_of
 
-from jitney.engine.common.errors import ErrorInfo
-
 FLEET = """
 [fleet]
 poll_s = 0.05
@@ -180,17 +178,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path):
         assert error("/v1/completions", no_text) == (400, "prompt")
         messages = chat("smart", max_tokens=5)
         assert http.post("/v1/messages", json=messages).json()["type"] == "error"
-
-
-def test_an_error_of_an_engine_has_its_stages_name_and_its_pause(tmp_path: Path):
-    with fleet(tmp_path, UNSURE) as (served, _, big), served.http() as http:
-        big.client.script = Script(error=ErrorInfo("queue_full", "no room", retry_after=7))
-        for stream in (False, True):
-            answer = http.post("/v1/chat/completions", json=chat("smart", stream=stream))
-            assert answer.status_code == 429
-            assert answer.headers["retry-after"] == "7"
-            assert answer.json()["error"]["message"].startswith("stage large: ")
-            assert answer.json()["error"]["code"] == "queue_full"
 
 
 def test_an_engine_that_dies_in_a_stream_is_named(tmp_path: Path):

@@ -303,14 +303,6 @@ def test_requests_sent_since_the_last_report_count_with_seats_free_too():
     assert [replica.predicted_wait for replica in replicas] == [0.0, 0.7]
 
 
-def test_the_least_wait_then_the_least_load():
-    waits = LeastWait()
-    waits.put("a", 0.0, 3)
-    waits.put("b", 2.0, 0)
-    waits.put("c", 0.0, 1)
-    assert list(waits.order()) == ["c", "a", "b"]
-
-
 def test_turns():
     assert [next(round_robin("abc", turn)) for turn in range(5)] == list("abcab")
     assert list(round_robin("abc", 1)) == ["b", "c", "a"]
