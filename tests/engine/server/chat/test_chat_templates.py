@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -130,31 +128,6 @@ def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
     run(session())
 
 
-def test_over_http_two_bad_chats_stop_nobody():
-    """The endpoint with the processes behind it, as `jitney serve` sets it up."""
-
-    async def session() -> None:
-        app = make_app(FakeClient(context_length=2000))
-        async with rendering(timeout_s=3) as templates:
-            app.state.service.text.chat_templates = templates
-
-            async def ask(content: str):
-                body = {"model": "m", "messages": said(content), "max_tokens": 2}
-                return await call(app, "/v1/chat/completions", body)
-
-            bad = [asyncio.create_task(ask("spin")) for _ in range(2)]
-            await asyncio.sleep(0.1)
-            plain = {"model": "m", "prompt": "Hi", "max_tokens": 2}
-            assert (await call(app, "/v1/completions", plain)).status == 200
-            assert not any(task.done() for task in bad), "it did not wait for them"
-            replies = await asyncio.gather(*bad)
-            assert {reply.status for reply in replies} == {400}
-            assert {reply.error["param"] for reply in replies} == {"messages"}
-            assert (await ask("hi")).status == 200
-
-    run(session())
-
-
 def test_texts_that_are_never_tokenised_do_not_stop_others():
     class Stuck(ByteTokenizer):
         def encode(self, text, *, add_special_tokens=True):
@@ -204,35 +177,6 @@ def test_a_prompt_of_token_ids_waits_for_no_thread():
         assert [reply.status for reply in await asyncio.gather(*stuck)] == [200] * 4
 
     run(session())
-
-
-STUCK = """
-import asyncio, time
-from api_fakes import ByteTokenizer, FakeClient, call, make_app
-
-class Stuck(ByteTokenizer):
-    def apply_chat_template(self, messages, **variables):
-        time.sleep(600)
-
-async def session():
-    app = make_app(FakeClient(), tokenize_timeout_s=0.1)
-    app.state.service.tokenizer = Stuck()
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    reply = await call(app, "/v1/chat/completions", body)
-    print(reply.status)
-    app.state.service.close()
-
-asyncio.run(session())
-"""
-
-
-def test_text_work_that_never_ends_does_not_keep_the_program():
-    support = str(Path(__file__).parents[3] / "support")
-    environ = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{support}"}
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120, env=environ
-    )
-    assert (done.returncode, done.stdout) == (0, "400\n"), done.stderr
 
 
 def test_only_so_many_threads_are_given_up():

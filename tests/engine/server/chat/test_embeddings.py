@@ -79,9 +79,6 @@ def test_a_longer_input_is_cut_if_that_is_asked_for():
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": "2"}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"user": 5}, "user"),
-        ({"priority": 1}, "priority"),
     ],
     ids=str,
 )

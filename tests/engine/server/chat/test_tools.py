@@ -100,32 +100,21 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_every_family_calls(family: str, chunk: int):
-    choice = ask(family, WRITTEN[family], chunk=chunk)
-    message = choice["message"]
-    assert choice["finish_reason"] == "tool_calls"
+def test_every_family_calls_whole_and_streamed(family: str, chunk: int):
+    whole = ask(family, WRITTEN[family], chunk=chunk)
+    message = whole["message"]
+    assert whole["finish_reason"] == "tool_calls"
     assert (message["role"], message["content"]) == ("assistant", None)
     [made] = message["tool_calls"]
     assert made["type"] == "function" and made["function"]["name"] == "get_weather"
     assert json.loads(made["function"]["arguments"]) == {"city": "Paris é"}
     thinks = family in ("qwen3", "harmony", "deepseek_v3", "deepseek_v31")
-    assert (
-        message.get("reasoning_content") == message.get("reasoning") == ("Hm." if thinks else None)
-    )
-
-
-@pytest.mark.parametrize("family", TEMPLATES)
-@pytest.mark.parametrize("chunk", [1, 5])
-def test_streams_say_what_whole_answers_say(family: str, chunk: int):
-    text = WRITTEN[family]
-    whole = ask(family, text)
-    app, _ = family_app(family, text, chunk=chunk)
-    stream = joined(streamed(app, TOOLS))
-    assert stream["finish_reason"] == whole["finish_reason"]
-    assert stream["content"] == (whole["message"]["content"] or "")
-    assert stream["reasoning_content"] == whole["message"].get("reasoning_content", "")
-    functions = [made["function"] for made in stream["tool_calls"]]
-    assert functions == [made["function"] for made in whole["message"]["tool_calls"]]
+    thoughts = "Hm." if thinks else None
+    assert message.get("reasoning_content") == message.get("reasoning") == thoughts
+    stream = joined(streamed(family_app(family, WRITTEN[family], chunk=chunk)[0], TOOLS))
+    assert stream["finish_reason"] == "tool_calls"
+    assert (stream["content"], stream["reasoning_content"]) == ("", thoughts or "")
+    assert [each["function"] for each in stream["tool_calls"]] == [made["function"]]
 
 
 def test_without_tools_nothing_is_a_call():
