@@ -332,17 +332,6 @@ def test_a_server_that_answers_late_is_waited_for(client, open_page):
     assert open_page.problems == []
 
 
-def test_a_browser_at_the_root_gets_the_page_and_a_program_where_it_is(client, open_page):
-    page = open_page.page
-    with endpoint(client) as url:
-        page.goto(url)
-        state(page, "live")
-        assert page.url == url + "/dashboard/"
-        answer = page.request.get(url + "/", headers={"accept": "*/*"})
-        assert answer.status == 200 and answer.json()["page"] == "dashboard/"
-        page.goto("about:blank")
-
-
 SHOWN = """() => getComputedStyle(document.getElementById("chart-rate"), "::before").content"""
 
 
