@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.cli.config_command import digest_here
 from jitney.engine.common.engine_info import KernelProof
 from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.machine import bfloat16_features
 from jitney.engine.common.terminal import visible
 from jitney.engine.config import (
     Command,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 _REQUIRED = ("jitney", "jax", "jaxlib", "flax", "transformers")
 _OPTIONAL = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-triton")
-#: CPU features that multiply bfloat16 in hardware.
-_CPU_FEATURES = ("avx512_bf16", "amx_bf16")
 _NO_BFLOAT16 = "not in hardware: dtype auto means float32 on this CPU"
 _GIB = 1 << 30
 #: Marks of the values of Finding.ok.
@@ -117,25 +116,16 @@ def _package(name: str, *, if_absent: bool | None) -> _Finding:
 
 def _processor(config: Config) -> Iterator[_Finding]:
     yield _Finding("cpu", f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}")
-    flags = _words("/proc/cpuinfo", "flags")
-    in_hardware = ", ".join(feature for feature in _CPU_FEATURES if feature in flags)
-    yield _Finding("cpu bfloat16", in_hardware or _NO_BFLOAT16)
+    yield _Finding("cpu bfloat16", ", ".join(bfloat16_features()) or _NO_BFLOAT16)
 
 
 def _memory(config: Config) -> Iterator[_Finding]:
-    available = _words("/proc/meminfo", "MemAvailable:")
-    if available:
-        total = _words("/proc/meminfo", "MemTotal:")
-        yield _Finding("memory", f"{_gib(available)} GiB available of {_gib(total)}")
-
-
-def _words(file: str, key: str) -> list[str]:
-    """The words after `key` on its first line of a /proc file; [] without one (not Linux)."""
-    with contextlib.suppress(FileNotFoundError):
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(key):
-                return line.split()[1:]
-    return []
+    with contextlib.suppress(FileNotFoundError):  # not Linux
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        words = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
+        if "MemAvailable" in words:
+            available, total = _gib(words["MemAvailable"]), _gib(words["MemTotal"])
+            yield _Finding("memory", f"{available} GiB available of {total}")
 
 
 def _gib(words: list[str]) -> str:

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+#: Instruction sets that multiply bfloat16: of x86, then Arm's.
+_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 #: Timeout of sysctl on macOS.
 _SYSCTL_S = 5.0
 
@@ -27,6 +29,12 @@ def cpu_features() -> str:
         return ""
     fields = _fields_of(_CPUINFO.read_text(errors="replace"))
     return fields.get("flags", fields.get("Features", ""))
+
+
+def bfloat16_features() -> list[str]:
+    """Those of the processor's instruction sets that multiply bfloat16."""
+    here = cpu_features().split()
+    return [name for name in _BFLOAT16 if name in here]
 
 
 def _available_cores() -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jitney.engine.common.errors import ConfigError, ModelError
-from jitney.engine.common.machine import cpu_features
+from jitney.engine.common.machine import bfloat16_features
 from jitney.engine.config import AUTO, Config, EngineSection, settings
 from jitney.engine.core.executor.fits import context_of
 from jitney.engine.core.executor.program import StateSizes
@@ -286,11 +286,6 @@ def choose_dtype(name: str, platform_name: str) -> np.dtype:
     """
     if name != "auto":
         return jnp.dtype(name)
-    if platform_name != "cpu" or _cpu_multiplies_bfloat16():
+    if platform_name != "cpu" or bfloat16_features():
         return jnp.dtype("bfloat16")
     return jnp.dtype("float32")
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """True on x86 with avx512_bf16 or amx_bf16, and on Arm with bf16 (/proc/cpuinfo)."""
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_features().split())

@@ -12,6 +12,7 @@ import pytest
 from wrong_kernels import choose
 
 from jitney.engine.cli import doctor
+from jitney.engine.common import machine
 from jitney.engine.config.layers import load_config
 from jitney.kernels import reference
 from jitney.kernels.select import reference as reference_set
@@ -69,6 +70,14 @@ def test_a_kernel_that_is_wrong_at_the_models_head_size_alone_is_found(
     assert right is False and "not used" in value
     assert of_model["kernels"] == (f"reference, in the shapes of {tmp_path}", True)
     assert found("tiny-random")["attention"][1] is True
+
+
+def test_bfloat16_of_an_arm_cpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd i8mm bf16\n")
+    monkeypatch.setattr(machine, "_CPUINFO", cpuinfo)
+    values = {one.name: one.value for one in doctor._processor(load_config())}
+    assert values["cpu bfloat16"] == "bf16"
 
 
 def test_doctor_ends_with_1_where_a_kernel_is_wrong(

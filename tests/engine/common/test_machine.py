@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
-from jitney.engine.common.machine import _fields_of, _name_in, cpu_name, processor_name
+import pytest
+
+from jitney.engine.common import machine
+from jitney.engine.common.machine import (
+    _fields_of,
+    _name_in,
+    bfloat16_features,
+    cpu_name,
+    processor_name,
+)
 
 BARE = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -36,3 +46,21 @@ def test_arm_is_told_by_its_codes():
 
 def test_this_machine_has_a_name_and_cores():
     assert cpu_name().startswith(processor_name() + ", ") and cpu_name().endswith(("core", "cores"))
+
+
+@pytest.mark.parametrize(
+    ("line", "multiply"),
+    [
+        ("flags\t\t: fpu avx512_bf16 avx512f amx_bf16", ["avx512_bf16", "amx_bf16"]),
+        ("flags\t\t: fpu avx2", []),
+        ("Features\t: fp asimd i8mm bf16", ["bf16"]),
+        ("Features\t: fp asimd", []),
+    ],
+)
+def test_arm_lists_its_instruction_sets_too(
+    line: str, multiply: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{line}\n\nprocessor\t: 1\n{line}\n")
+    monkeypatch.setattr(machine, "_CPUINFO", cpuinfo)
+    assert bfloat16_features() == multiply
