@@ -206,14 +206,16 @@ def rollout(seed: int, requests: int, slower: float) -> tuple[Rollout, set[str]]
 
 
 def test_an_equal_candidate_with_a_tenth_of_the_load_is_no_other():
-    """15 rollouts of engines that are alike, 20 looks each: at most 1 may say anything."""
+    """100 rollouts of engines that are alike, 20 looks each: at most 5 may say anything (none does;
+    all of them without strata of load).
+    """
     decided = 0
-    for seed in range(15):
+    for seed in range(100):
         found, verdicts = rollout(seed, 2000, slower=1.0)
         decided += found.decision is not None or verdicts > {"no difference seen yet"}
         stable, candidate = (found.comparison.level(arm, "tokens_per_s") for arm in ARMS)
         assert stable is not None and candidate is not None and candidate > 1.5 * stable
-    assert decided <= 1
+    assert decided <= 5
 
 
 def test_a_slower_candidate_with_a_tenth_of_the_load_is_rolled_back():
