@@ -14,31 +14,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+from running import READY_S, Server, serving
 
 from jitney.engine.common.machine import cpu_name
 
-#: Seconds that a server may take to be ready, and a batch to be over.
-READY_S, BATCH_S = 300.0, 3600.0
+#: Seconds that a batch may take.
+BATCH_S = 3600.0
 #: Tokens of prompts and answers, live and in batches: means of log-normal lengths.
 LIVE, LINE = (96, 24), (48, 12)
 COMPLETIONS = "/v1/completions"
-_PROGRAM = "import sys; from jitney.engine.cli import main; sys.exit(main())"
 
 
 @dataclass
@@ -93,46 +89,13 @@ def batch_file(count: int) -> bytes:
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-class Server:
-    """One life of `jitney serve` on a folder of its own."""
-
-    def __init__(self, args: argparse.Namespace, folder: Path):
-        self.url = f"http://127.0.0.1:{args.port}"
-        command = [sys.executable, "-c", _PROGRAM, "serve", "--model", args.model]
-        command += ["--port", str(args.port), "--data-dir", str(folder / "data")]
-        command += ["--drain-s", "2", *args.serve_flags]
-        with (folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    async def ready(self) -> None:
-        async with client(self.url) as http:
-            deadline = time.monotonic() + READY_S
-            while time.monotonic() < deadline:
-                assert self.process.poll() is None, "the server ended; see its log"
-                with contextlib.suppress(httpx.TransportError):
-                    if (await http.get("/readyz")).status_code == 200:
-                        return
-                await asyncio.sleep(0.2)
-        raise TimeoutError("the server did not become ready")
-
-    def end(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        self.process.wait(60)
-
-
-@contextlib.contextmanager
-def serving(args: argparse.Namespace, folder: Path) -> Iterator[Server]:
-    server = Server(args, folder)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.end(signal.SIGTERM)
-
-
 def client(url: str) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=url, timeout=READY_S, trust_env=False, limits=limits)
+
+
+def server_of(args: argparse.Namespace, folder: Path) -> AbstractContextManager[Server]:
+    return serving(args.model, folder, "--drain-s", "2", *args.serve_flags)
 
 
 async def begin(http: httpx.AsyncClient, content: bytes) -> str:
@@ -184,8 +147,7 @@ async def live(http: httpx.AsyncClient, args: argparse.Namespace, seed: int, tur
 
 async def turns(args: argparse.Namespace, folder: Path) -> list[Turn]:
     done: list[Turn] = []
-    with serving(args, folder) as server:
-        await server.ready()
+    with server_of(args, folder) as server:
         async with client(server.url) as http:
             await live(http, args, 99, Turn(False))  # what is first is slow
             for number in range(2 * args.rounds):
@@ -216,14 +178,13 @@ QUANTILES = ("p50", "p90", "p99")
 
 
 async def killed(args: argparse.Namespace, folder: Path) -> Killed:
-    with serving(args, folder) as server:
-        await server.ready()
+    with server_of(args, folder) as server:
         async with client(server.url) as http:
             id = await begin(http, batch_file(args.lines))
             before = await until(http, id, args.lines // 3, "completed")
-        server.end(signal.SIGKILL)
-    with serving(args, folder) as server:
-        await server.ready()
+        server.started.kill()
+        server.started.wait()
+    with server_of(args, folder) as server:
         async with client(server.url) as http:
             batch = await until(http, id, 0, "completed", "failed", "expired")
             count: Counter[str] = Counter()
@@ -259,7 +220,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--rate", type=float, default=1.0, help="live requests a second")
     parser.add_argument("--seconds", type=float, default=40.0, help="of a turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each kind")

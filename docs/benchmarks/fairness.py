@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from faults import Server, serving
+from running import Server, serving
 
 from jitney.engine.common.machine import cpu_name
 
@@ -145,7 +145,7 @@ async def measure(args: argparse.Namespace) -> None:
             flags += [f"--{setting}-key-file", str(file)]
         if args.order:
             flags += ["--order", args.order]
-        async with serving(args.model, folder, *flags) as server:
+        with serving(args.model, folder, *flags) as server:
             print(f"{args.model}, {cpu_name()}, order {args.order or 'of a server with keys'}\n")
             print("| a modest key | questions | first token p50, ms | p95 | longest | tokens/s |")
             print("|---|---|---|---|---|---|", flush=True)

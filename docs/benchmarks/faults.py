@@ -23,7 +23,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,13 +36,10 @@ from typing import Any
 import httpx
 import psutil
 from faulty_server import NAN, POISON
+from running import JITNEY, READY_S, Server, running_fleet, serving
 
 from jitney.engine.common.machine import cpu_name
 
-#: Seconds that the server may take to be ready, with nothing compiled yet.
-READY_S = 900.0
-#: Seconds that a stream may be silent before it counts as lost.
-SILENCE_S = 120.0
 #: Resident bytes from which on a core is more than a process that starts.
 LOADING_BYTES = 100e6
 #: Output tokens of a request.
@@ -57,7 +53,7 @@ IDLE, WEBHOOKS, PROBES = 2000, 100, 50
 PROMPTS, PROMPT_TOKENS, ALTERNATIVES = 128, 1000, 20
 #: A grammar in GBNF by which one text can be read in very many ways.
 AMBIGUOUS = 'root ::= s\ns ::= s s | "a" | s s s | ""\n'
-#: The store of jobs, beside the compile cache.
+#: The store of jobs, in the data folder.
 STORE = "batches.sqlite3"
 #: Bytes of a file while the disk is "full", and jobs that are tried then.
 FULL_BYTES, JOBS_REFUSED = 1 << 18, 8
@@ -107,26 +103,11 @@ class Answer:
     trouble: str = ""
 
 
-class Server:
-    """A `jitney serve` of our own."""
+class TriedServer(Server):
+    """A server that faults are done to, and that is asked for known answers meanwhile."""
 
-    def __init__(self, url: str, model: str, process: subprocess.Popen[bytes]):
-        self.model = model
-        self.started = process
-        self.process = psutil.Process(process.pid)
-        self.client = httpx.AsyncClient(
-            base_url=url,
-            timeout=httpx.Timeout(SILENCE_S, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )
-
-    def core(self) -> psutil.Process:
-        """The core's process: others render chats. LookupError while there is none."""
-        for child in self.process.children():
-            with suppress(psutil.Error):
-                if "jitney.engine.server.process.main" in child.cmdline():
-                    return child
-        raise LookupError("no core runs")
+    def __init__(self, server: Server):
+        super().__init__(server.url, server.started, server.model)
 
     async def next_core(self, before: psutil.Process) -> psutil.Process:
         """The core that replaces another, as soon as it has begun to load."""
@@ -137,16 +118,16 @@ class Server:
                 if core != before and core.memory_info().rss > LOADING_BYTES:
                     return core
 
-    async def ready(self, seconds: float = READY_S) -> float:
+    async def ready(self) -> float:
         """Wait until it is ready; returns for how long. Raises TimeoutError."""
         started = time.monotonic()
-        while time.monotonic() - started < seconds:
+        while time.monotonic() - started < READY_S:
             if await self._is_ready():
                 return time.monotonic() - started
             if self.started.poll() is not None:
                 raise SystemExit(f"the server ended with status {self.started.returncode}")
             await asyncio.sleep(0.05)
-        raise TimeoutError(f"not ready after {seconds:.0f} s")
+        raise TimeoutError(f"not ready after {READY_S:.0f} s")
 
     async def _is_ready(self) -> bool:
         try:
@@ -244,33 +225,8 @@ def take(answer: Answer, line: str) -> None:
     answer.pieces += 1
 
 
-#: The command line of a server, and of one that NAN and POISON break.
-SOUND = (str(Path(sys.executable).parent / "jitney"),)
+#: A server that NAN and POISON break.
 FAULTY = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
-
-
-@asynccontextmanager
-async def serving(
-    model: str, folder: Path, *flags: str, program: tuple[str, ...] = SOUND
-) -> AsyncIterator[Server]:
-    """A server on a free port; everything it writes is in `folder`."""
-    port = random.randrange(20_000, 40_000)
-    log = (folder / "log.txt").open("ab")
-    command = [*program, "serve", "--model", model, "--port", str(port), *flags]
-    environ = os.environ | {"JITNEY_CACHE": str(folder / "cache")}
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
-    server = Server(f"http://127.0.0.1:{port}", model, process)
-    try:
-        await server.ready()
-        yield server
-    finally:
-        await server.client.aclose()
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 #: Does something to a server beside the answers given, and says when it was done
@@ -278,7 +234,7 @@ async def serving(
 type Fault = Callable[[list[Answer]], Awaitable[float]]
 
 
-async def beside(server: Server, name: str, known: list[Answer], fault: Fault) -> Row:
+async def beside(server: TriedServer, name: str, known: list[Answer], fault: Fault) -> Row:
     """Ask for everything that is known, and do something meanwhile."""
     before = await server.held()
     answers = [Answer() for _ in known]
@@ -300,7 +256,7 @@ async def beside(server: Server, name: str, known: list[Answer], fault: Fault) -
     return Row(name, len(known), lost, silence_s, recovery_s, before, await server.held())
 
 
-async def disconnects(server: Server, known: list[Answer], count: int, most_open: int) -> Row:
+async def disconnects(server: TriedServer, known: list[Answer], count: int, most_open: int) -> Row:
     """Clients that leave while others stay."""
     draw = random.Random(1)
     slots = asyncio.Semaphore(most_open)
@@ -326,7 +282,7 @@ SIGNALS = (
 
 
 async def signalled(
-    known: list[Answer], name: str, number: signal.Signals, pieces: int, server: Server
+    known: list[Answer], name: str, number: signal.Signals, pieces: int, server: TriedServer
 ) -> Row:
     """The core gets a signal after a while."""
 
@@ -342,7 +298,7 @@ async def signalled(
     return await beside(server, name, known, fault)
 
 
-async def killed_twice(server: Server, known: list[Answer]) -> Row:
+async def killed_twice(server: TriedServer, known: list[Answer]) -> Row:
     """The core is killed, and the one after it while it loads."""
 
     async def fault(_: list[Answer]) -> float:
@@ -357,7 +313,7 @@ async def killed_twice(server: Server, known: list[Answer]) -> Row:
     return await beside(server, "core killed, and again while it loads", known, fault)
 
 
-async def broken_cache(server: Server, known: list[Answer], cache: Path) -> Row:
+async def broken_cache(server: TriedServer, known: list[Answer], cache: Path) -> Row:
     """Every file of the compile cache is cut in half before the core is killed."""
 
     async def fault(_: list[Answer]) -> float:
@@ -378,7 +334,7 @@ async def nothing(_: list[Answer]) -> float:
 
 
 async def broken_requests(
-    known: list[Answer], name: str, token: int, code: str, server: Server
+    known: list[Answer], name: str, token: int, code: str, server: TriedServer
 ) -> Row:
     """Requests that break the step, one after the other while the others run: each must end with
     its own error.
@@ -397,7 +353,7 @@ async def broken_requests(
     return await beside(server, name, known, fault)
 
 
-async def idle_connections(server: Server, known: list[Answer], count: int) -> Row:
+async def idle_connections(server: TriedServer, known: list[Answer], count: int) -> Row:
     """So many connections that are kept and ask nothing, and more of them with each probe."""
     _, _, address = str(server.client.base_url).partition("://")
     host, _, port = address.rpartition(":")
@@ -467,7 +423,7 @@ def webhook_trial(known: list[Answer], folder: Path) -> Trial:
 
 
 async def dripping_webhook(
-    known: list[Answer], slow: _Receiver, quick: _Receiver, server: Server
+    known: list[Answer], slow: _Receiver, quick: _Receiver, server: TriedServer
 ) -> Row:
     """As `webhook_trial` says."""
     latest_s = 0.0
@@ -499,7 +455,7 @@ async def dripping_webhook(
     return replace(row, fault=name)
 
 
-async def ambiguous_grammar(known: list[Answer], name: str, n: int, server: Server) -> Row:
+async def ambiguous_grammar(known: list[Answer], name: str, n: int, server: TriedServer) -> Row:
     """Answers held to a grammar by which one text can be read in very many ways: each mask takes
     longer than the one before, and the request must end for that.
     """
@@ -518,7 +474,7 @@ async def ambiguous_grammar(known: list[Answer], name: str, n: int, server: Serv
 
 
 async def many_prompts(
-    known: list[Answer], name: str, asked: dict[str, int | bool], server: Server
+    known: list[Answer], name: str, asked: dict[str, int | bool], server: TriedServer
 ) -> Row:
     """One request with PROMPTS prompts of PROMPT_TOKENS random tokens; its answer must come."""
 
@@ -536,7 +492,7 @@ async def many_prompts(
     return await beside(server, name, known, fault)
 
 
-async def job(server: Server) -> str:
+async def job(server: TriedServer) -> str:
     """Begin a job: its id, or the code of why there is none."""
     body = request(server.model, 0) | {"max_tokens": 4}
     del body["stream"]
@@ -545,13 +501,13 @@ async def job(server: Server) -> str:
     return reply["id"] if "id" in reply else reply["error"]["code"]
 
 
-def damage_store(cache: Path) -> None:
+def damage_store(folder: Path) -> None:
     """Before the server starts, its store of jobs is no database."""
-    (cache / "data").mkdir(mode=0o700, exist_ok=True)
-    (cache / "data" / STORE).write_bytes(b"no database" * 1000)
+    (folder / "data").mkdir(mode=0o700, exist_ok=True)
+    (folder / "data" / STORE).write_bytes(b"no database" * 1000)
 
 
-async def damaged_store(server: Server, known: list[Answer]) -> Row:
+async def damaged_store(server: TriedServer, known: list[Answer]) -> Row:
     """Jobs are begun from the first request on: the store was set aside."""
 
     async def fault(_: list[Answer]) -> float:
@@ -563,14 +519,14 @@ async def damaged_store(server: Server, known: list[Answer]) -> Row:
     return await beside(server, "damaged store of jobs", known, fault)
 
 
-async def full_disk(server: Server, known: list[Answer], cache: Path) -> Row:
+async def full_disk(server: TriedServer, known: list[Answer], folder: Path) -> Row:
     """Jobs are refused while none of the server's files may grow, and taken again afterwards.
 
     A limit of the process needs no rights, unlike a small disk.
     """
 
     async def fault(_: list[Answer]) -> float:
-        while (cache / "data" / f"{STORE}-wal").stat().st_size <= FULL_BYTES:
+        while (folder / "data" / f"{STORE}-wal").stat().st_size <= FULL_BYTES:
             await job(server)
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, unlimited[1]))
@@ -585,7 +541,7 @@ async def full_disk(server: Server, known: list[Answer], cache: Path) -> Row:
     return await beside(server, "full disk, jobs refused", known, fault)
 
 
-async def told_to_stop(known: list[Answer], name: str, pieces: int, server: Server) -> Row:
+async def told_to_stop(known: list[Answer], name: str, pieces: int, server: TriedServer) -> Row:
     """SIGTERM after so many pieces of each stream on average; every stream must end with its whole
     answer, or with the error `draining`.
     """
@@ -623,28 +579,22 @@ async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 @asynccontextmanager
-async def fleet_with_candidate(server: Server, url: str) -> AsyncIterator[Server]:
+async def fleet_with_candidate(server: TriedServer, url: str) -> AsyncIterator[TriedServer]:
     """A fleet of this server with a candidate at `url`."""
-    with tempfile.TemporaryDirectory(prefix="jitney-faults-") as name:
-        port, file = random.randrange(20_000, 40_000), Path(name) / "fleet.toml"
-        file.write_text(
-            f'[fleet]\nport = {port}\n[models."{server.model}"]\n'
-            f'urls = ["{server.client.base_url}"]\n[models."{server.model}".candidate]\n'
-            f'urls = ["{url}"]\nshare = {SHARE}\n'
-        )
-        log = (Path(name) / "log.txt").open("ab")
-        process = subprocess.Popen([*SOUND, "fleet", "serve", str(file)], stdout=log, stderr=log)
-        fleet = Server(f"http://127.0.0.1:{port}", server.model, process)
-        try:
-            await fleet.ready()
-            yield fleet
-        finally:
-            await fleet.client.aclose()
-            process.send_signal(signal.SIGINT)
-            await asyncio.to_thread(process.wait, 30)
+    table = (
+        f"urls = ['{server.url}']\n[models.'{server.model}'.candidate]\n"
+        f"urls = ['{url}']\nshare = {SHARE}\n"
+    )
+    running = running_fleet(table, model=server.model, lines="", ready="/readyz")
+    # In a thread: the fleet asks the candidate, which this loop answers for.
+    fleet = await asyncio.to_thread(running.__enter__)
+    try:
+        yield TriedServer(fleet)
+    finally:
+        await asyncio.to_thread(running.__exit__, None, None, None)
 
 
-async def hanging_candidate(known: list[Answer], name: str, server: Server) -> Row:
+async def hanging_candidate(known: list[Answer], name: str, server: TriedServer) -> Row:
     """Clients of a fleet whose candidate takes requests and answers none. Ready again: it is
     rolled back.
     """
@@ -676,7 +626,9 @@ async def measure(args: argparse.Namespace) -> list[Row]:
     """Every fault is done to a server of its own, so that restarts do not add up."""
     with tempfile.TemporaryDirectory(prefix="jitney-faults-") as name:
         folder, dtype = Path(name), ("--dtype", args.dtype)
-        async with serving(args.model, folder, *dtype) as server:
+        cache = folder / "cache"
+        with serving(args.model, folder, *dtype, cache=cache) as started:
+            server = TriedServer(started)
             known = [Answer() for _ in range(args.streams)]
             for number, answer in enumerate(known):
                 await server.ask(number, answer)
@@ -684,13 +636,14 @@ async def measure(args: argparse.Namespace) -> list[Row]:
             if answer.trouble or not answer.text:
                 raise SystemExit(f"nothing was done to the server, and yet: {answer.trouble}")
         rows = []
-        for trial in trials(args, known, folder / "cache"):
+        for trial in trials(args, known, folder):
             if args.only not in trial.name:
                 continue
-            trial.prepare(folder / "cache")
+            trial.prepare(folder)
             flags = (*dtype, "--record", "/dev/full", *trial.flags)
-            async with serving(args.model, folder, *flags, program=trial.program) as server:
-                rows.append(await trial.fault(server))
+            served = serving(args.model, folder, *flags, program=trial.program, cache=cache)
+            with served as server:
+                rows.append(await trial.fault(TriedServer(server)))
             show(rows[-1])
         return rows
 
@@ -700,14 +653,14 @@ class Trial:
     """A fault, and the server that it is done to."""
 
     name: str
-    fault: Callable[[Server], Awaitable[Row]]
-    program: tuple[str, ...] = SOUND
+    fault: Callable[[TriedServer], Awaitable[Row]]
+    program: tuple[str, ...] = JITNEY
     flags: tuple[str, ...] = ()
-    #: Is called with the server's cache before it starts.
-    prepare: Callable[[Path], None] = lambda cache: None
+    #: Is called with the server's folder before it starts.
+    prepare: Callable[[Path], None] = lambda folder: None
 
 
-def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[Trial]:
+def trials(args: argparse.Namespace, known: list[Answer], folder: Path) -> list[Trial]:
     """All faults, in the order of the table."""
     leaving = f"{args.disconnects:,} clients leave, {args.open} open"
     nan = f"{BROKEN} requests with logits that are not finite"
@@ -724,11 +677,11 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
         Trial(leaving, lambda server: disconnects(server, known, args.disconnects, args.open)),
         *(Trial(when[0], partial(signalled, known, *when)) for when in SIGNALS),
         Trial("killed twice", lambda server: killed_twice(server, known)),
-        Trial("compile cache", lambda server: broken_cache(server, known, cache)),
+        Trial("compile cache", lambda server: broken_cache(server, known, folder / "cache")),
         Trial(nan, partial(broken_requests, known, nan, NAN, "nan_logits"), FAULTY),
         Trial(poison, partial(broken_requests, known, poison, POISON, "request_failed"), FAULTY),
         Trial("idle connections", lambda server: idle_connections(server, known, IDLE)),
-        webhook_trial(known, cache.parent),
+        webhook_trial(known, folder),
         Trial(one, partial(ambiguous_grammar, known, one, 1)),
         Trial(many, partial(ambiguous_grammar, known[:3], many, 29)),
         Trial(prompts, partial(many_prompts, known, prompts, {})),
@@ -738,7 +691,7 @@ def trials(args: argparse.Namespace, known: list[Answer], cache: Path) -> list[T
             lambda server: damaged_store(server, known),
             prepare=damage_store,
         ),
-        Trial("full disk", lambda server: full_disk(server, known, cache)),
+        Trial("full disk", lambda server: full_disk(server, known, folder)),
         Trial(stopped, partial(told_to_stop, known, stopped, 20)),
         Trial(cut, partial(told_to_stop, known, cut, 20), flags=("--drain-s", "0")),
         Trial(hanging, partial(hanging_candidate, known, hanging)),

@@ -16,28 +16,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
 import re
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import psutil
+from running import Server, running_fleet, wait_engines
 
 from jitney.engine.common.machine import cpu_name
 
-_START_S = 600.0
 _SYSTEM = "You are the assistant of a small tram company. " * 6
 _ROUTERS = ("round-robin", "least-wait", "prefix")
 _ENGINE = "max_seats = 8, log_level = 'warning', context = 2048"
@@ -45,65 +39,21 @@ _ENGINE = "max_seats = 8, log_level = 'warning', context = 2048"
 _ANSWER, _PAGE = 16, 16
 
 
-@dataclass
-class _Fleet:
-    """A running `jitney fleet serve`."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def engine(self, number: int) -> psutil.Process:
-        """The process of the n-th engine, by the port in its arguments."""
-        known = httpx.get(self.url + "/fleet/replicas", trust_env=False).json()["models"]["m"]
-        port = known[number]["url"].rpartition(":")[2]
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            words = child.cmdline()
-            if "--port" in words and words[words.index("--port") + 1] == port:
-                return child
-        raise SystemExit(f"no engine has port {port}")
+def _engine(fleet: Server, number: int) -> psutil.Process:
+    """The process of the n-th engine, by the port in its arguments."""
+    known = fleet.get("/fleet/replicas").json()["models"]["m"]
+    port = known[number]["url"].rpartition(":")[2]
+    for child in fleet.process.children(recursive=True):
+        words = child.cmdline()
+        if "--port" in words and words[words.index("--port") + 1] == port:
+            return child
+    raise SystemExit(f"no engine has port {port}")
 
 
 def _started(model: str, engines: int, pages: int, router: str = "round-robin") -> str:
     """The table of a model whose engines are started."""
     settings = f"{{ model = '{model}', pages = {pages}, {_ENGINE} }}"
     return f"replicas = {engines}\nrouter = '{router}'\nsettings = {settings}\n"
-
-
-@contextlib.contextmanager
-def _fleet(table: str, on: str = "processes") -> Iterator[_Fleet]:
-    """A fleet with one model, which this table describes. on: "processes" or "ray"."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "fleet.toml"
-        port = _free_port()
-        fleet = f"[fleet]\nport = {port}\npoll_s = 0.2\nlog_level = 'error'\n"
-        file.write_text(f"{fleet}[models.m]\n{table}")
-        command = "from jitney.engine.cli import main; raise SystemExit(main())"
-        words = [sys.executable, "-P", "-c", command, "fleet", "serve", str(file), "--on", on]
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_ready(url, process)
-            yield _Fleet(url, process)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(120)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Until all models can be answered."""
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url + "/startupz", trust_env=False).status_code == 200:
-                return
-        time.sleep(0.5)
-    raise SystemExit("the fleet did not start")
 
 
 def _words(chance: random.Random, count: int) -> str:
@@ -182,16 +132,6 @@ async def _user(http: httpx.AsyncClient, number: int, chat: _Chat) -> list[list[
     return [await _conversation(http, first + each, chat) for each in range(chat.each)]
 
 
-async def _ready(http: httpx.AsyncClient, engines: int) -> None:
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until:
-        known = (await http.get("/fleet/replicas")).json()["models"]["m"]
-        if sum(each["state"] == "ready" for each in known) == engines:
-            return
-        await asyncio.sleep(0.1)
-    raise SystemExit("the engines did not become ready")
-
-
 async def _shared_tokens(http: httpx.AsyncClient, system: str) -> int:
     """Of the system prompt as a chat has it."""
     if not system:
@@ -207,7 +147,6 @@ async def _chatted(
 ) -> tuple[_Counts, _Counts, str]:
     """(all turns, turns after the first, how engines were chosen)."""
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
-        await _ready(http, engines)
         turns = args.turns[0], args.turns[1]
         shared = await _shared_tokens(http, system)
         before = await _choices(http)
@@ -228,11 +167,12 @@ async def _choices(http: httpx.AsyncClient) -> Counter[str]:
 
 
 def _hit_rates(
-    fleets: Iterator[tuple[str, _Fleet]], engines: int, args: argparse.Namespace
+    fleets: Iterator[tuple[str, Server]], engines: int, args: argparse.Namespace
 ) -> None:
     """A row for each router and system prompt. fleets: one of each router, by its name."""
     first: dict[str, _Counts] = {}
     for router, fleet in fleets:
+        wait_engines(fleet, engines)
         for with_system in args.system_prompt:
             salt = f"{router}-{engines}-{with_system}"
             system = _SYSTEM if with_system == "yes" else ""
@@ -255,18 +195,18 @@ def _open_pages(every: _Counts, users: int) -> float:
     return (shared / every.turns + own) / _PAGE
 
 
-def _over(urls: Sequence[str], routers: Sequence[str]) -> Iterator[tuple[str, _Fleet]]:
+def _over(urls: Sequence[str], routers: Sequence[str]) -> Iterator[tuple[str, Server]]:
     """Fleets over engines that run already."""
     for router in routers:
-        with _fleet(f"urls = {list(urls)}\nrouter = '{router}'\n") as fleet:
+        with running_fleet(f"urls = {list(urls)}\nrouter = '{router}'\n") as fleet:
             yield router, fleet
 
 
-def _on_ray(engines: int, args: argparse.Namespace) -> Iterator[tuple[str, _Fleet]]:
+def _on_ray(engines: int, args: argparse.Namespace) -> Iterator[tuple[str, Server]]:
     """Fleets whose engines Ray Serve starts."""
     for router in args.routers:
         table = _started(args.model, engines, args.pages, router) + "ray = { cpus = 0.1 }\n"
-        with _fleet(table, "ray") as fleet:
+        with running_fleet(table, on="ray") as fleet:
             yield router, fleet
 
 
@@ -294,14 +234,13 @@ async def _stream(http: httpx.AsyncClient, number: int) -> str:
     return text if ended else ""
 
 
-async def _killed(fleet: _Fleet, streams: int) -> tuple[int, int, int]:
+async def _killed(fleet: Server, streams: int) -> tuple[int, int, int]:
     """(streams that the killed engine had, lost ones, those that differ from a run in
     peace).
     """
     async with httpx.AsyncClient(base_url=fleet.url, timeout=600, trust_env=False) as http:
-        await _ready(http, 2)
         asked = [asyncio.create_task(_stream(http, number)) for number in range(streams)]
-        engine, was_open = fleet.engine(0), 0
+        engine, was_open = _engine(fleet, 0), 0
         until = time.monotonic() + 120
         while was_open < streams // 4 and time.monotonic() < until:
             known = (await http.get("/fleet/replicas")).json()["models"]["m"]
@@ -340,7 +279,8 @@ def main() -> None:
     if args.engines:
         _chat_over_engines(args)
     if args.streams:
-        with _fleet(_started(args.model, 2, 0)) as fleet:
+        with running_fleet(_started(args.model, 2, 0)) as fleet:
+            wait_engines(fleet, 2)
             died_with, lost, differ = asyncio.run(_killed(fleet, args.streams))
         print(
             f"killed with {died_with} of {args.streams} streams: {lost} lost, {differ} differ from "
@@ -359,18 +299,10 @@ def _chat_over_engines(args: argparse.Namespace) -> None:
         for engines in args.engines:
             _hit_rates(_on_ray(engines, args), engines, args)
         return
-    with _fleet(_started(args.model, max(args.engines), args.pages)) as started:
-        urls = asyncio.run(_urls(started.url, max(args.engines)))
+    with running_fleet(_started(args.model, max(args.engines), args.pages)) as started:
+        urls = list(wait_engines(started, max(args.engines)).values())
         for engines in args.engines:
             _hit_rates(_over(urls[:engines], args.routers), engines, args)
-
-
-async def _urls(url: str, engines: int) -> list[str]:
-    """Of the engines of a fleet, once all are ready."""
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
-        await _ready(http, engines)
-        known = (await http.get("/fleet/replicas")).json()["models"]["m"]
-    return [each["url"] for each in known]
 
 
 if __name__ == "__main__":

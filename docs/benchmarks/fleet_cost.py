@@ -30,6 +30,7 @@ from jitney.dashboard.fleet_page import FleetPage  # noqa: E402
 from jitney.dashboard.pulse import _pulse_of  # noqa: E402
 from jitney.dashboard.remote import RemoteEngine  # noqa: E402
 from jitney.dashboard.sse import encode  # noqa: E402
+from jitney.engine.common.machine import cpu_name  # noqa: E402
 from jitney.engine.server.http.settings import ServerSettings  # noqa: E402
 
 #: Seconds between two moves of all seats.
@@ -126,12 +127,6 @@ def measure_pulse(seats: int, times: int = 200) -> None:
         size = len(encode("pulse", _pulse_of(replica, "run", 0.0, with_levels=True)))  # type: ignore[arg-type]
     each = (time.process_time() - began) / times
     print(f"one pulse of {seats} seats: {1e6 * each:.0f} us of CPU, {size} bytes, twice a second")
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else "unknown"
 
 
 def main() -> None:

@@ -13,34 +13,26 @@ import argparse
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
+from running import Server, running_fleet
 
 from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 _ENGINE = ROOT / "tests" / "support" / "fake_fleet_engine.py"
 _AT_ONCE = 8
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def _engine() -> Iterator[str]:
     """A scripted engine, which ends when its input does; gives its URL."""
-    port = _free_port()
+    port = free_port()
     words = [sys.executable, str(_ENGINE), "--served-model-name", "m", "--port", str(port)]
     environ = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{_ENGINE.parent}"}
     with subprocess.Popen(words, stdin=subprocess.PIPE, env=environ) as process:
@@ -48,37 +40,6 @@ def _engine() -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-
-
-@contextlib.contextmanager
-def _endpoint(urls: Sequence[str], router: str, more: str) -> Iterator[tuple[str, psutil.Process]]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "fleet.toml"
-        port = _free_port()
-        fleet = f"[fleet]\nport = {port}\nlog_level = 'warning'\n{more}\n"
-        file.write_text(f"{fleet}[models.m]\nurls = {list(urls)}\nrouter = '{router}'\n")
-        command = "from jitney.engine.cli import main; raise SystemExit(main())"
-        words = [sys.executable, "-P", "-c", command, "fleet", "serve", str(file)]
-        with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
-            try:
-                yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
-            finally:
-                process.terminate()
-
-
-def _wait_ready(url: str) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url + "/readyz", trust_env=False).status_code == 200:
-                return
-        time.sleep(0.2)
-    raise SystemExit("the fleet did not become ready")
-
-
-def _spent(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 async def _ask(url: str, first: int, count: int, tokens: int, stream: bool) -> None:
@@ -96,12 +57,12 @@ async def _ask(url: str, first: int, count: int, tokens: int, stream: bool) -> N
         await asyncio.gather(*(client() for _ in range(_AT_ONCE)))
 
 
-def _measured(url: str, process: psutil.Process, count: int, tokens: int, *, stream: bool) -> float:
+def _measured(fleet: Server, count: int, tokens: int, *, stream: bool) -> float:
     """CPU seconds of the endpoint for one request."""
-    asyncio.run(_ask(url, 0, count // 4, tokens, stream))
-    before = _spent(process)
-    asyncio.run(_ask(url, count, count, tokens, stream))
-    return (_spent(process) - before) / count
+    asyncio.run(_ask(fleet.url, 0, count // 4, tokens, stream))
+    before = fleet.cpu_s()
+    asyncio.run(_ask(fleet.url, count, count, tokens, stream))
+    return (fleet.cpu_s() - before) / count
 
 
 def main() -> None:
@@ -114,11 +75,12 @@ def main() -> None:
     print(f"{cpu_name()}, router {args.router}")
     with contextlib.ExitStack() as running:
         urls = [running.enter_context(_engine()) for _ in range(2)]
-        url, process = running.enter_context(_endpoint(urls, args.router, args.fleet))
-        _wait_ready(url)
-        plain = _measured(url, process, args.requests, 1, stream=False)
-        short = _measured(url, process, args.requests, 1, stream=True)
-        long = _measured(url, process, args.requests // 4, args.tokens, stream=True)
+        table = f"urls = {urls}\nrouter = '{args.router}'\n"
+        lines = f"log_level = 'warning'\n{args.fleet}\n"
+        fleet = running.enter_context(running_fleet(table, lines=lines, ready="/readyz"))
+        plain = _measured(fleet, args.requests, 1, stream=False)
+        short = _measured(fleet, args.requests, 1, stream=True)
+        long = _measured(fleet, args.requests // 4, args.tokens, stream=True)
     token = (long - short) / (args.tokens - 1)
     print(f"a plain answer: {1e3 * plain:.2f} ms; a stream: {1e3 * short:.2f} ms to begin with")
     print(f"and {1e6 * token:.0f} us for each token after the first")

@@ -15,16 +15,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import ray
-from fleet_throughput import KEY, get, running_fleet
+from fleet_throughput import KEY, fleet_of
 from ray.cluster_utils import Cluster
+from running import Server, ready_engines, wait_engines
 
 from jitney.engine.common.machine import cpu_name
 
@@ -41,12 +44,6 @@ def _cluster() -> Cluster:
         cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     return cluster
-
-
-def _engines(url: str) -> dict[str, str]:
-    """Name -> URL of those that are ready."""
-    known = get(url + "/fleet/replicas").json()["models"]["m"]
-    return {each["name"]: each["url"] for each in known if each["state"] == "ready"}
 
 
 def _above(*words: str) -> set[int]:
@@ -103,12 +100,12 @@ async def _ask(http: httpx.AsyncClient, number: int) -> tuple[str, int]:
 
 
 async def _answers(
-    url: str, requests: int, during: asyncio.Task[None] | None
+    fleet: Server, requests: int, during: asyncio.Task[None] | None
 ) -> list[tuple[str, int]]:
     """See `_ask`."""
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=600, trust_env=False
+        base_url=fleet.url, headers=headers, timeout=600, trust_env=False
     ) as http:
         answers = await asyncio.gather(*[_ask(http, number) for number in range(requests)])
         if during is not None:
@@ -116,11 +113,11 @@ async def _answers(
     return answers
 
 
-async def _lose(cluster: Cluster, node: Any, url: str, engine: str) -> None:
+async def _lose(cluster: Cluster, node: Any, fleet: Server, engine: str) -> None:
     """The node, once requests are at its engine."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        known = (await asyncio.to_thread(get, url + "/fleet/replicas")).json()["models"]["m"]
+        known = (await asyncio.to_thread(fleet.get, "/fleet/replicas", KEY)).json()["models"]["m"]
         if any(each["url"] == engine and each["open"] for each in known):
             break
         await asyncio.sleep(0.1)
@@ -128,19 +125,19 @@ async def _lose(cluster: Cluster, node: Any, url: str, engine: str) -> None:
     await asyncio.to_thread(cluster.remove_node, node, False)
 
 
-async def _compare(cluster: Cluster, url: str, requests: int) -> None:
-    before = _engines(url)
+async def _compare(cluster: Cluster, fleet: Server, requests: int) -> None:
+    before = ready_engines(fleet, KEY)
     lost, node = _victim(cluster, before.values())
-    quiet = await _answers(url, requests, None)
-    losing = asyncio.create_task(_lose(cluster, node, url, lost))
-    answers = await _answers(url, requests, losing)
+    quiet = await _answers(fleet, requests, None)
+    losing = asyncio.create_task(_lose(cluster, node, fleet, lost))
+    answers = await _answers(fleet, requests, losing)
     began = time.monotonic()
     same = sum(one == other for (one, _), (other, _) in zip(quiet, answers, strict=True))
     answered = sum(bool(text) for text, _ in answers)
     again = sum(turns > 1 for _, turns in answers)
     print(f"{answered} of {requests} answered, {same} with the text of before, {again} asked again")
     while time.monotonic() - began < _READY_S:
-        now = _engines(url)
+        now = ready_engines(fleet, KEY)
         if lost not in now.values() and len(now) == len(before):
             print(f"as many engines were ready {time.monotonic() - began:.0f} s later")
             return
@@ -157,8 +154,12 @@ def main() -> None:
     cluster = _cluster()
     try:
         os.environ["RAY_ADDRESS"] = str(cluster.address)
-        with running_fleet(args.model, 2, "ray", "round-robin", ray="cpus = 1") as url:
-            asyncio.run(_compare(cluster, url, args.requests))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            fleet_of(args.model, 2, "ray", "round-robin", Path(folder), "cpus = 1") as fleet,
+        ):
+            wait_engines(fleet, 2, KEY)
+            asyncio.run(_compare(cluster, fleet, args.requests))
     finally:
         os.environ.pop("RAY_ADDRESS", None)
         ray.shutdown()

@@ -16,29 +16,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import random
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from running import Server, ready_engines, running_fleet, wait_engines
 
 from jitney.engine.common.machine import cpu_name
 
 KEY = "the operator's key"
-_START_S = 600.0
 #: Seconds before anything is counted.
 _SETTLE_S = 6.0
 SEATS = 8
-_COMMAND = "from jitney.engine.cli import main; raise SystemExit(main())"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,68 +50,27 @@ class _Counts:
         )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def fleet_of(
+    model: str, engines: int, on: str, router: str, folder: Path, ray: str = "cpus = 0.1"
+) -> AbstractContextManager[Server]:
+    """A fleet with one model of so many engines. ray: fields of its table of that name."""
+    key = folder / "key"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    settings = f"{{ model = '{model}', max_seats = {SEATS}, log_level = 'warning' }}"
+    table = f"replicas = {engines}\nrouter = '{router}'\nsettings = {settings}\n"
+    lines = f"admin_key_file = '{key}'\npoll_s = 0.2\nlog_level = 'error'\n"
+    return running_fleet(f"{table}ray = {{ {ray} }}\n", on=on, lines=lines)
 
 
-@contextlib.contextmanager
-def running_fleet(
-    model: str, engines: int, on: str, router: str, seats: int = SEATS, ray: str = "cpus = 0.1"
-) -> Iterator[str]:
-    """URL of a fleet with one model of so many engines. ray: fields of its table of that name."""
-    port = _free_port()
-    settings = f"{{ model = '{model}', max_seats = {seats}, log_level = 'warning' }}"
-    with tempfile.TemporaryDirectory() as folder:
-        key = Path(folder) / "key"
-        key.write_text(KEY)
-        key.chmod(0o600)
-        file = Path(folder) / "fleet.toml"
-        file.write_text(
-            f"[fleet]\nport = {port}\nadmin_key_file = '{key}'\npoll_s = 0.2\n"
-            "log_level = 'error'\n"
-            f"[models.m]\nreplicas = {engines}\nrouter = '{router}'\nsettings = {settings}\n"
-            f"ray = {{ {ray} }}\n"
-        )
-        words = [sys.executable, "-P", "-c", _COMMAND, "fleet", "serve", str(file)]
-        if on == "ray":
-            words += ["--on", "ray"]
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_ready(url, engines, process)
-            yield url
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(120)
-
-
-def _wait_ready(url: str, engines: int, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(httpx.HTTPError, KeyError):
-            if len(_engines(url)) == engines:
-                return
-        time.sleep(0.5)
-    raise SystemExit("the fleet did not become ready")
-
-
-def get(url: str) -> httpx.Response:
+def _metrics(engine: str) -> str:
     headers = {"authorization": f"Bearer {KEY}"}
-    answer = httpx.get(url, headers=headers, timeout=60, trust_env=False)
-    return answer.raise_for_status()
-
-
-def _engines(url: str) -> list[str]:
-    """URLs of those that are ready."""
-    known = get(url + "/fleet/replicas").json()["models"]["m"]
-    return [each["url"] for each in known if each["state"] == "ready"]
+    return httpx.get(engine + "/metrics", headers=headers, timeout=60, trust_env=False).text
 
 
 def _counts(engine: str) -> _Counts:
     samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(get(engine + "/metrics").text):
+    for family in text_string_to_metric_families(_metrics(engine)):
         for sample in family.samples:
             name = sample.name
             if name == "jitney_rows_total":
@@ -130,7 +83,7 @@ def _counts(engine: str) -> _Counts:
     )
 
 
-async def stream(http: httpx.AsyncClient, number: int) -> None:
+async def _stream(http: httpx.AsyncClient, number: int) -> None:
     """One request after another, until it is cancelled."""
     chance = random.Random(number)
     while True:
@@ -145,14 +98,14 @@ async def stream(http: httpx.AsyncClient, number: int) -> None:
         (await http.post("/v1/completions", json=body)).raise_for_status()
 
 
-async def _load(url: str, streams: int, seconds: float) -> Mapping[str, _Counts]:
+async def _load(fleet: Server, streams: int, seconds: float) -> Mapping[str, _Counts]:
     """What each engine counted under so many streams, by its URL."""
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=600, trust_env=False
+        base_url=fleet.url, headers=headers, timeout=600, trust_env=False
     ) as http:
-        running = [asyncio.create_task(stream(http, number)) for number in range(streams)]
-        engines = _engines(url)
+        running = [asyncio.create_task(_stream(http, number)) for number in range(streams)]
+        engines = list(ready_engines(fleet, KEY).values())
         await asyncio.sleep(_SETTLE_S)
         before = {engine: await asyncio.to_thread(_counts, engine) for engine in engines}
         await asyncio.sleep(seconds)
@@ -178,9 +131,13 @@ def _sum_of_each(counts: Sequence[_Counts]) -> float:
 def _measured(args: argparse.Namespace, engines: int, on: str) -> list[list[_Counts]]:
     """For each number of streams, what each engine counted."""
     found = []
-    with running_fleet(args.model, engines, on, args.router) as url:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fleet_of(args.model, engines, on, args.router, Path(folder)) as fleet,
+    ):
+        wait_engines(fleet, engines, KEY)
         for streams in args.streams:
-            counts = asyncio.run(_load(url, streams * engines, args.seconds))
+            counts = asyncio.run(_load(fleet, streams * engines, args.seconds))
             found.append(list(counts.values()))
     return found
 

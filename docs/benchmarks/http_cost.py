@@ -33,22 +33,20 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import httpx
 import numpy as np
 
-from jitney.engine import server
+from jitney.engine import server as server_house
 from jitney.engine.cli import main as jitney
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.ports import free_port
@@ -62,9 +60,10 @@ from jitney.engine.server.process.supervisor import CoreSupervisor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from running import Server, started
 from token_source import STEP_S
 
-_START_S, _STOP_S, _REPORT_S = 600.0, 30.0, 10.0
+_REPORT_S = 10.0
 #: Without a device: seconds until all streams flow, and one more for every hundred; and of a count.
 _FLOW_S, _WINDOW_S = 1.0, 5.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -160,32 +159,13 @@ def sampled(pid: int, file: Path) -> dict[str, float]:
     return json.loads(file.read_text())
 
 
-@contextmanager
 def served(
     words: Sequence[str], port: int, file: Path, environment: Mapping[str, str] = {}
-) -> Iterator[int]:
-    """The process that answers HTTP, once it does: `jitney WORDS`, sampled into a file."""
+) -> AbstractContextManager[Server]:
+    """`jitney WORDS`, sampled into a file."""
     command = [sys.executable, __file__, _SAMPLED, str(file), *words, "--port", str(port)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
-        try:
-            _wait(process, f"http://127.0.0.1:{port}/health")
-            yield process.pid
-        finally:
-            process.terminate()
-            process.wait(_STOP_S)
-
-
-def _wait(process: subprocess.Popen[bytes], url: str) -> None:
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            if httpx.get(url).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise SystemExit("the server did not get ready")
+    url = f"http://127.0.0.1:{port}"
+    return started(command, url, Path(os.devnull), environment, ready="/health")
 
 
 def spent_s(pid: int) -> float:
@@ -276,7 +256,8 @@ def without_device(trees: Sequence[Path], crowds: Sequence[int], step_ms: float)
         for tree in [*trees, *trees]:
             port = free_port()
             environment = {"PYTHONPATH": str(tree.parent), STEP_S: str(1e-3 * step_ms)}
-            with served(["serve", "tiny-random"], port, file, environment) as pid:
+            with served(["serve", "tiny-random"], port, file, environment) as server:
+                pid = server.started.pid
                 for streams in crowds:
                     cost = token_cost(port, pid, file, streams)
                     found[str(tree)].append(cost)
@@ -332,7 +313,9 @@ def main() -> None:
         if STEP_S in os.environ:
             source = str(Path(__file__).parent)
             os.environ["PYTHONPATH"] += os.pathsep + source
-            server.ProcessClient = partial(server.ProcessClient, builder="token_source:build")
+            server_house.ProcessClient = partial(
+                server_house.ProcessClient, builder="token_source:build"
+            )
             sampler = Sampler(Path(sys.argv[2]))
             take = CoreSupervisor._take
 
@@ -371,7 +354,8 @@ def main() -> None:
         words += ["--weights", args.weights]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "parts.json"
-        with served(words, port, file) as pid:
+        with served(words, port, file) as server:
+            pid = server.started.pid
             asyncio.run(drive(url, arrivals[:streams], streams))
             before = costs(pid)
             sampled(pid, file)

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import running
 
 from jitney.engine.common.machine import cpu_name
 
@@ -254,17 +255,6 @@ def _row(name: str, silences: Silences) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _wait_ready(server: Server) -> None:
-    for _ in range(300):
-        try:
-            if server.get("/readyz")[0] == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(1)
-    raise SystemExit("the server does not get ready")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="of jitney serve, which gets flags unknown here, too")
@@ -283,8 +273,8 @@ def main() -> None:
 
 
 def _measure_all(process: subprocess.Popen[str], address: str, args: argparse.Namespace) -> None:
+    running.Server(f"http://{address}", process, "").wait_ready()
     server = Server(address)
-    _wait_ready(server)
     [model] = json.loads(server.get("/v1/models")[1])["data"]
     server = Server(address, model["id"], model["max_model_len"])
     print(

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from faults import Server, serving
+from running import Server, serving
 
 from jitney.engine.common.machine import cpu_name
 
@@ -238,23 +238,25 @@ async def measure(args: argparse.Namespace) -> list[Phase]:
     flags = ("--max-seats", str(args.seats))
     if args.max_wait_s is not None:
         flags += ("--max-predicted-wait-s", f"{args.max_wait_s:g}")
-    with tempfile.TemporaryDirectory(prefix="jitney-overload-") as folder:
-        async with serving(args.model, Path(folder), *flags) as server:
-            fit = await capacity(server, args.seats, args.capacity_s)
-            print(f"{args.model}, {cpu_name()}; {fit:.2f} requests/s when full\n")
-            print(
-                "| load | come anew a second | came | taken | first token p50 / p99, s | "
-                "refused after, p99 / last, s | reset | of those who came back when told to, "
-                "taken | MB before | after | growth, MB an hour | sent late p99, ms |\n"
-                "|---|---|---|---|---|---|---|---|---|---|---|---|",
-                flush=True,
-            )
-            phases = []
-            for seed, times in enumerate((0.9, args.load), 1):
-                name = f"{times:g} of what fits"
-                phases.append(await run_phase(server, name, times * fit, 60 * args.minutes, seed))
-                show(phases[-1])
-            return phases
+    with (
+        tempfile.TemporaryDirectory(prefix="jitney-overload-") as folder,
+        serving(args.model, Path(folder), *flags) as server,
+    ):
+        fit = await capacity(server, args.seats, args.capacity_s)
+        print(f"{args.model}, {cpu_name()}; {fit:.2f} requests/s when full\n")
+        print(
+            "| load | come anew a second | came | taken | first token p50 / p99, s | "
+            "refused after, p99 / last, s | reset | of those who came back when told to, "
+            "taken | MB before | after | growth, MB an hour | sent late p99, ms |\n"
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            flush=True,
+        )
+        phases = []
+        for seed, times in enumerate((0.9, args.load), 1):
+            name = f"{times:g} of what fits"
+            phases.append(await run_phase(server, name, times * fit, 60 * args.minutes, seed))
+            show(phases[-1])
+        return phases
 
 
 def main() -> None:

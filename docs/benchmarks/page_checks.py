@@ -27,10 +27,9 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
-from batch import Server
-from page_server import Clients, browser, core_of, page_server, wait_live
+from page_server import Clients, browser, wait_live
 from playwright.sync_api import Browser, Page
+from running import Server, serving
 
 from jitney.engine.common.machine import cpu_name
 
@@ -165,11 +164,9 @@ def viewers(url: str, count: int) -> Iterator[None]:
 
 def cpu_share(server: Server, seconds: float) -> float:
     """CPU seconds a second of the server's own process."""
-    process = psutil.Process(server.process.pid)
-    before = process.cpu_times()
+    before = server.cpu_s()
     time.sleep(seconds)
-    after = process.cpu_times()
-    return (after.user + after.system - before.user - before.system) / seconds
+    return (server.cpu_s() - before) / seconds
 
 
 def cost_of_viewers(server: Server, seconds: float) -> None:
@@ -278,7 +275,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--port", type=int, default=8199)
     parser.add_argument("--clients", type=int, default=132)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--only", nargs="+", default=[])
@@ -294,7 +290,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, browser() as chromium:
         folder = Path(name)
         if has("paint", "figures", "viewers", "refusals", "hour"):
-            with page_server(args.model, args.port, folder, *flags) as server:
+            with serving(args.model, folder, *flags) as server:
                 clients = Clients(server.url)
                 with clients.asking(args.clients):
                     time.sleep(_WARM_UP_S)
@@ -306,11 +302,11 @@ def main() -> None:
                         cost_of_viewers(server, args.seconds / 2)
                     if has("refusals"):
                         refusals(chromium, server)  # last: refused clients come again and again
-                    core_of(server).kill()
+                    server.core().kill()
                     time.sleep(_WARM_UP_S)
             an_hour_passes(folder)
         if has("hour", "stop"):
-            with page_server(args.model, args.port, folder, *flags) as server:
+            with serving(args.model, folder, *flags) as server:
                 if has("hour"):
                     look_back(chromium, server)
                 if has("stop"):

@@ -16,8 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from page_server import CHROMIUM, Clients, browser, core_of, page_server, wait_live
+from page_server import CHROMIUM, Clients, browser, wait_live
 from playwright.sync_api import Browser, Page, TimeoutError
+from running import serving
 
 _SEATS, _WAITING = 24, 8
 #: Clients of a loaded engine, and of one that refuses some.
@@ -108,10 +109,10 @@ def _all_views(page: Page, pictures: Pictures) -> None:
     page.wait_for_timeout(_SETTLE_MS)
 
 
-def _own_server(chromium: Browser, pictures: Pictures, model: str, port: int) -> None:
+def _own_server(chromium: Browser, pictures: Pictures, model: str) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
-        page_server(model, port, Path(folder), *_FLAGS) as server,
+        serving(model, Path(folder), *_FLAGS) as server,
     ):
         page = _opened(chromium, server.url)
         pictures.take(page, "idle")
@@ -121,7 +122,7 @@ def _own_server(chromium: Browser, pictures: Pictures, model: str, port: int) ->
         with Clients(server.url).asking(_OVERLOADED):
             page.wait_for_timeout(2 * _SETTLE_MS)
             pictures.take(page, "overloaded")
-            core_of(server).kill()
+            server.core().kill()
             # On the incident's line, or on that of trouble.
             page.wait_for_function(
                 "() => /flowed again/.test(document.body.textContent)", timeout=_RESTART_MS
@@ -131,7 +132,7 @@ def _own_server(chromium: Browser, pictures: Pictures, model: str, port: int) ->
             _open(page, "incidents")
             pictures.take(page, "incidents")
             _open(page, "overview")
-            core_of(server).kill()
+            server.core().kill()
             page.wait_for_selector("[data-state=dead], [data-state=stale]")
             pictures.take(page, "dead")
 
@@ -142,7 +143,6 @@ def main() -> None:
     )
     parser.add_argument("url", nargs="?", help="a running server's")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--port", type=int, default=8199)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     parser.add_argument("--chromium", default=CHROMIUM)
     args = parser.parse_args()
@@ -152,7 +152,7 @@ def main() -> None:
         if args.url:
             _all_views(_opened(chromium, re.sub(r"/+$", "", args.url)), pictures)
         else:
-            _own_server(chromium, pictures, args.model, args.port)
+            _own_server(chromium, pictures, args.model)
     print(f"{time.monotonic() - began:.0f} s")
 
 

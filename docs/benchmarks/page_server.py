@@ -1,4 +1,4 @@
-"""A server with a page and clients that keep it busy, for pictures and measurements of the page."""
+"""A browser, and clients that keep a server busy, for pictures and measurements of the page."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import contextlib
 import random
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
-import psutil
-from batch import READY_S, Server, serving
 from playwright.sync_api import Browser, Page, sync_playwright
+from running import READY_S
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
 CHROMIUM = "/usr/bin/chromium"
@@ -23,25 +19,6 @@ CHROMIUM = "/usr/bin/chromium"
 _PROMPT, _OUTPUT = (20, 120), (24, 120)
 #: Seconds before a refused client comes again.
 _AGAIN_S = 0.5
-_CORE = "jitney.engine.server.process.main"
-
-
-@contextlib.contextmanager
-def page_server(model: str, port: int, folder: Path, *flags: str) -> Iterator[Server]:
-    """A server that is ready, with everything it writes but compiled programs in `folder`."""
-    with serving(Namespace(model=model, port=port, serve_flags=flags), folder) as server:
-        with ThreadPoolExecutor(1) as apart:  # the browser's loop runs on this thread
-            apart.submit(asyncio.run, server.ready()).result()
-        yield server
-
-
-def core_of(server: Server) -> psutil.Process:
-    """The process of the engine's core. Raises LookupError while there is none."""
-    for child in psutil.Process(server.process.pid).children():
-        with contextlib.suppress(psutil.Error):
-            if _CORE in child.cmdline():
-                return child
-    raise LookupError("no core runs")
 
 
 class Clients:
