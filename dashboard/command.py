@@ -35,7 +35,9 @@ _FLAGS = (
     ),
     Flag.of("--engine", "the same", [], action="append", metavar="[NAME=]URL"),
     Flag.number(
-        "--price-per-hour", "of one engine, in any currency, for the price of tokens with several"
+        "--price-per-hour",
+        "of one engine, in any currency, for the price of tokens with several",
+        least=0,
     ),
     Flag.of("--host", "address to listen on", "127.0.0.1", metavar="TEXT"),
     Flag.of("--port", "port to listen on; 0: any free one", _DEFAULT_PORT, metavar="N"),
@@ -89,7 +91,6 @@ def dashboard_command(arguments: Sequence[str]) -> int:
     # The engines' key is also what visitors sign in with, and the engines know what it may see.
     flags["admin_keys"] = (key,) if key else ()
     config = load_config(None, NOTHING, flags)
-    args.check_numbers(price_per_hour=0)
     addresses = [*args.replicas, *args.engine] or [_DEFAULT_ENGINE]
     _serve(config, _engines(addresses, key), args.price_per_hour)
     return 0

@@ -26,7 +26,7 @@ _NO_METRICS = {404: "it has no metrics of Jitney; is this a Jitney server?"}
 _NO_FLEET = {404: "it has no /fleet/replicas; is this a Jitney fleet?"}
 _FLAGS = (
     Flag.of("url", "a server or a fleet", _DEFAULT_URL, nargs="?", metavar="URL"),
-    Flag.number("--seconds", "how long to watch it", 10.0),
+    Flag.number("--seconds", "how long to watch it", 10.0, least=_EVERY_S),
     Flag.switch("--json", "print one JSON object"),
     KEY_FLAG,
 )
@@ -52,7 +52,6 @@ _HEADLINE = {
 def run(arguments: Sequence[str]) -> int:
     """Watch the server and print findings; exit status 0. Raises Refused if it does not answer."""
     args = _COMMAND.parse(arguments)
-    args.check_numbers(seconds=_EVERY_S)
     url = args.url if "://" in args.url else f"http://{args.url}"
     url = url.rstrip("/").removesuffix("/dashboard")
     key = args.engine_key()

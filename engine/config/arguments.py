@@ -7,7 +7,6 @@ import os
 from argparse import Namespace
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from jitney.engine.common.errors import ConfigError, did_you_mean
@@ -63,20 +62,6 @@ class Arguments(Namespace):
         """The flag of an attribute."""
         return f"--{name.replace('_', '-')}"
 
-    def check_numbers(self, **least: float) -> None:
-        """Raise ConfigError naming the first flag below its least value; None passes."""
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < float("inf"):
-                raise ConfigError(f"{self.flag_of(name)} must be at least {low:g}, not {value:g}")
-
-    def check_writable(self, *names: str) -> None:
-        """Raise ConfigError if the folder of a file that these flags name does not exist."""
-        for name in names:
-            file = getattr(self, name)
-            if file and file != "-" and not Path(file).resolve().parent.is_dir():
-                raise ConfigError(f"{self.flag_of(name)} {file}: there is no such folder")
-
     def words_of(self, name: str, default: str = "") -> list[str]:
         """The flag's words, separated by commas, without repeats."""
         words = dict.fromkeys(map(str.strip, (getattr(self, name) or default).split(",")))
@@ -106,7 +91,6 @@ class Arguments(Namespace):
         """The service level that the flags set; None if they set none."""
         from jitney.engine.common.summary import Slo
 
-        self.check_numbers(slo_ttft_ms=0, slo_itl_ms=0, price_per_hour=0)
         slo = Slo(_as_seconds(self.slo_ttft_ms), _as_seconds(self.slo_itl_ms))
         return None if slo == Slo() else slo
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from jitney.engine.common.errors import did_you_mean
+from jitney.engine.common.errors import ConfigError, did_you_mean
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.terminal import visible
 from jitney.engine.config.arguments import Arguments
@@ -99,16 +101,51 @@ class Flag(NamedTuple):
         return cls(name, {"help": text, "default": default, **options})
 
     @classmethod
-    def whole(cls, name: str, text: str, default: int | None = None) -> Flag:
-        return cls.of(name, text, default, type=int, metavar="N")
+    def whole(
+        cls, name: str, text: str, default: int | None = None, *, least: float = -math.inf
+    ) -> Flag:
+        return cls.of(name, text, default, type=_from_least(int, name, least), metavar="N")
 
     @classmethod
-    def number(cls, name: str, text: str, default: float | None = None, metavar: str = "X") -> Flag:
-        return cls.of(name, text, default, type=float, metavar=metavar)
+    def number(
+        cls,
+        name: str,
+        text: str,
+        default: float | None = None,
+        metavar: str = "X",
+        *,
+        least: float = -math.inf,
+    ) -> Flag:
+        kind = _from_least(float, name, least)
+        return cls.of(name, text, default, type=kind, metavar=metavar)
+
+    @classmethod
+    def output(cls, name: str, text: str, metavar: str = "FILE") -> Flag:
+        """The name of a file that is written, in a folder that is there."""
+
+        def checked(file: str) -> str:
+            if file != "-" and not Path(file).resolve().parent.is_dir():
+                raise ConfigError(f"{name} {file}: there is no such folder")
+            return file
+
+        return cls.of(name, text, type=checked, metavar=metavar)
 
     @classmethod
     def switch(cls, name: str, text: str) -> Flag:
         return cls(name, {"help": text, "action": "store_true"})
+
+
+def _from_least[N: (int, float)](kind: type[N], name: str, least: float) -> Callable[[str], N]:
+    """Reads a number. Raises ConfigError for one below `least`, and for infinity."""
+
+    def read(text: str) -> N:
+        value = kind(text)
+        if least > -math.inf and not least <= value < math.inf:
+            raise ConfigError(f"{name} must be at least {least:g}, not {value:g}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse says "invalid int value"
+    return read
 
 
 def _shown(default: object) -> str:

@@ -42,7 +42,7 @@ _FLAGS = (
     ),
     Flag.of("--kernels", "kernel set", "auto", choices=_KERNELS),
     Flag.of("--against", "a second kernel set to time beside it", "", choices=_KERNELS),
-    Flag.whole("--page-size", "KV positions per page [64; of the tiny shape 16]"),
+    Flag.whole("--page-size", "KV positions per page [64; of the tiny shape 16]", least=8),
     Flag.of("--platform", "where to run", "auto", choices=("auto", "cpu", "cuda", "tpu")),
     Flag.of(
         "--only",
@@ -56,6 +56,7 @@ _FLAGS = (
         "seconds for this call; what matters most comes first, no part has more than 300 or, while "
         "others wait, half of what is left, and a later call goes on where this one stopped",
         DevicePlan.TOTAL_S,
+        least=1,
     ),
     Flag.switch("--check", "only compare answers, and time nothing"),
     Flag.switch(
@@ -91,7 +92,6 @@ def bench_device(arguments: Sequence[str]) -> int:
     gave wrong answers.
     """
     args = _COMMAND.parse(arguments)
-    args.check_numbers(budget_s=1, page_size=8)
     folder = _folder("--out-dir", args.out_dir or _usual_folder())
     files = ResultFiles(folder, again=args.again)
     if args.earlier:

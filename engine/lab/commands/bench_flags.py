@@ -48,18 +48,18 @@ _LENGTHS = (
         metavar="LENGTH",
     ),
     Flag.of("--output", "output tokens, likewise [the preset's]", metavar="LENGTH"),
-    Flag.number("--scale", "multiply all output lengths, for a quicker run", 1.0),
+    Flag.number("--scale", "multiply all output lengths, for a quicker run", 1.0, least=0.001),
 )
 #: More about when they come.
 _TIMES = (
-    Flag.number("--burst-shape", "gamma: below 1 comes in bursts", 1.0),
+    Flag.number("--burst-shape", "gamma: below 1 comes in bursts", 1.0, least=0.001),
     Flag.of(
         "--trace",
         "times and lengths from a file of JSON lines instead; with --rate, its times "
         "are stretched to that mean rate",
         metavar="FILE",
     ),
-    Flag.whole("--seed", "of lengths and times", 0),
+    Flag.whole("--seed", "of lengths and times", 0, least=0),
 )
 #: The service level and the price.
 _LIMITS = (
@@ -67,9 +67,15 @@ _LIMITS = (
         "--slo-ttft-ms",
         "goodput counts requests whose first token came in time",
         metavar="MS",
+        least=0,
     ),
-    Flag.number("--slo-itl-ms", "and whose later tokens came this fast on average", metavar="MS"),
-    Flag.number("--price-per-hour", "of the device, for the cost of tokens and rows"),
+    Flag.number(
+        "--slo-itl-ms",
+        "and whose later tokens came this fast on average",
+        metavar="MS",
+        least=0,
+    ),
+    Flag.number("--price-per-hour", "of the device, for the cost of tokens and rows", least=0),
 )
 #: When requests come, by what the command line calls it: made of a rate and a shape.
 _PATTERNS: dict[str, Callable[[float, float], Closed | Poisson | Gamma]] = {
@@ -77,8 +83,9 @@ _PATTERNS: dict[str, Callable[[float, float], Closed | Poisson | Gamma]] = {
     "poisson": lambda rate, shape: Poisson(rate),
     "gamma": Gamma,
 }
-_JSON = Flag.of("--json", "write all figures to a file; - is standard output", metavar="FILE")
-_HTML = Flag.of("--html", "write one page with charts that needs no network", metavar="FILE")
+#: Of every command that makes a report.
+JSON = Flag.output("--json", "write all figures to a file; - is standard output")
+_HTML = Flag.output("--html", "write one page with charts that needs no network")
 
 
 class TrafficArguments(Arguments):
@@ -92,16 +99,15 @@ class TrafficArguments(Arguments):
         where that is not one number.
         """
         text = f"how many requests come [{shown or requests}]"
-        how_many = Flag(
-            "--requests", {"help": text, "default": requests, "type": int, "metavar": "N"}
-        )
+        how_many = Flag.whole("--requests", text, least=1)
+        how_many = how_many._replace(options=how_many.options | {"default": requests})
         when = Flag.of("--arrivals", "when they come", arrivals, choices=_PATTERNS)
         return FlagGroup((*_LENGTHS, how_many, when, *_TIMES), "traffic")
 
     @staticmethod
     def report_flags(*, page: bool = True) -> FlagGroup:
         """The flags that say what is made of the measurement. page: whether there is one."""
-        files = (_JSON, _HTML) if page else (_JSON,)
+        files = (JSON, _HTML) if page else (JSON,)
         return FlagGroup((*_LIMITS, *files), "report")
 
     @property
@@ -128,7 +134,6 @@ class TrafficArguments(Arguments):
 
     def draw(self, rate: float) -> list[Arrival]:
         """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
-        self.check_numbers(requests=1, scale=0.001, burst_shape=0.001, seed=0)
         arrivals = _recorded(self.trace, rate) if self.trace else self._made_up(rate)
         return [
             msgspec.structs.replace(each, n_output=max(1, round(self.scale * each.n_output)))

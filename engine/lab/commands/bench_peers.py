@@ -40,15 +40,11 @@ _FLAGS = (
     Flag.of(
         "--streams", "requests open at a time, one closed loop each", "32,8,1", metavar="A,B,..."
     ),
-    Flag.whole("--requests", "of each closed loop; a single stream has 16 at most", 96),
-    Flag.whole("--repetitions", "times that every engine is started and measured", 3),
-    Flag.whole("--port", "where the engines listen; 0: any free port", 0),
-    Flag.of(
-        "--json",
-        "write all figures, again after every measurement; - is standard output",
-        metavar="FILE",
-    ),
-    Flag.of("--markdown", "write the table", metavar="FILE"),
+    Flag.whole("--requests", "of each closed loop; a single stream has 16 at most", 96, least=1),
+    Flag.whole("--repetitions", "times that every engine is started and measured", 3, least=1),
+    Flag.whole("--port", "where the engines listen; 0: any free port", 0, least=0),
+    Flag.output("--json", "write all figures, again after every measurement; - is standard output"),
+    Flag.output("--markdown", "write the table"),
 )
 
 
@@ -65,8 +61,6 @@ _COMMAND = Command(
 def bench_peers(arguments: Sequence[str]) -> int:
     """Measure the engines in turn and print the table; exit status 0, 1 if an engine failed."""
     args = _COMMAND.parse(arguments)
-    args.check_writable("json", "markdown")
-    args.check_numbers(repetitions=1, requests=1, port=0)
     report = _measured(args)
     _deliver(args, report)
     return int(any(engine["failed"] for engine in report["engines"].values()))

@@ -85,27 +85,24 @@ _COMPARISON = (
     ),
     Flag.of("--policies", "policies to compare", ",".join(_POLICIES), metavar="A,B"),
     Flag.whole("--seats", "the same as --max-seats [the engine's]"),
-    Flag.number("--rate", "requests a second, for poisson and gamma [from --load]"),
+    Flag.number("--rate", "requests a second, for poisson and gamma [from --load]", least=0.001),
     Flag.number(
         "--load",
         "without --rate: times what continuous batching can serve, which is measured first",
         _DEFAULT_LOAD,
+        least=0.001,
     ),
     Flag.of(
         "--measure-loads",
         "measure the waits at these loads too, besides simulating the curve; as --load",
         metavar="X,Y",
     ),
-    Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
-    Flag.number("--warmup-s", "seconds of work before anything is timed", 2.0),
+    Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0, least=0),
+    Flag.number("--warmup-s", "seconds of work before anything is timed", 2.0, least=0),
 )
 _FILES = (
-    Flag.of(
-        "--records",
-        "write step records, times and seats of all runs to an .npz file",
-        metavar="FILE",
-    ),
-    Flag.of(
+    Flag.output("--records", "write step records, times and seats of all runs to an .npz file"),
+    Flag.output(
         "--traces",
         "write PREFIX.POLICY.jsonl for jitney simulate --trace: what came, and what "
         "was measured; PREFIX.CASE.POLICY.jsonl if there are several cases",
@@ -279,9 +276,6 @@ def bench_policies(arguments: Sequence[str]) -> int:
 
 def _check(args: TrafficArguments, cases: _Cases) -> None:
     """Bad flags are reported before the model loads."""
-    args.check_writable("json", "html", "records", "traces")
-    args.check_numbers(rate=0.001, load=0.001, concurrency=0, warmup_s=0)
-    args.slo()
     for flags, _ in cases.values():
         if flags.measure_loads and not flags.is_drawn:
             raise ConfigError(

@@ -39,9 +39,6 @@ ENOUGH_FOR_P99 = 100
 def bench_serve(arguments: Sequence[str]) -> int:
     """Send the traffic and print the figures; exit status 1 if no request was served."""
     args = _COMMAND.parse_as(EndpointArguments, arguments)
-    args.check_writable("json", "html", "trace_to")
-    args.check_numbers(rate=0.001, concurrency=0, warmup=0, clients=1, timeout_s=0.001)
-    args.slo()
     rate = _rate_from(args)
     arrivals = args.draw(rate)
     bench = OnlineBench(args.endpoint(), args.warmup, args.clients)
@@ -64,17 +61,18 @@ def bench_serve(arguments: Sequence[str]) -> int:
 
 _MODEL = Flag.of("--model", "the model's name there [the first in its list]", "", metavar="NAME")
 _LOAD = (
-    Flag.number("--rate", "requests a second, for poisson and gamma"),
+    Flag.number("--rate", "requests a second, for poisson and gamma", least=0.001),
     Flag.whole(
         "--concurrency",
         "closed: requests open at a time, 0: all; else most that may be open, 0: any number",
         0,
+        least=0,
     ),
-    Flag.whole("--warmup", "short requests sent before anything is timed", 8),
-    Flag.whole("--clients", "processes that send, where one is the bottleneck", 1),
+    Flag.whole("--warmup", "short requests sent before anything is timed", 8, least=0),
+    Flag.whole("--clients", "processes that send, where one is the bottleneck", 1, least=1),
 )
-_TRACE_TO = Flag.of(
-    "--trace-to", "write what was sent and measured, for jitney simulate --trace", metavar="FILE"
+_TRACE_TO = Flag.output(
+    "--trace-to", "write what was sent and measured, for jitney simulate --trace"
 )
 #: How requests are sent.
 _REQUESTS = (
@@ -86,7 +84,7 @@ _REQUESTS = (
         True,
         action=argparse.BooleanOptionalAction,
     ),
-    Flag.number("--timeout-s", "seconds a request may take", 600.0),
+    Flag.number("--timeout-s", "seconds a request may take", 600.0, least=0.001),
 )
 
 

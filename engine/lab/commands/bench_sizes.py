@@ -21,6 +21,7 @@ from jitney.engine.config import (
     check_platform,
     runs_on_device,
 )
+from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.server_sizes import ServerSizes
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     Flag.switch("--keep", "have jitney serve take these sizes from now on, with these settings"),
-    Flag.of("--json", "write the report; - is standard output", metavar="FILE"),
+    JSON,
 )
 _COMMAND = Command(
     "bench sizes",
@@ -44,7 +45,6 @@ def bench_sizes(arguments: Sequence[str]) -> int:
     from jitney.engine.lab.bench.sizes import sizes_here
 
     args = _COMMAND.parse(arguments)
-    args.check_writable("json")
     resolved = args.load_layers()
     _check(resolved)
     config = resolved.config

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.config import Arguments, Command, Config, Flag, FlagGroup
 from jitney.engine.core import load_llm
+from jitney.engine.lab.commands.bench_flags import JSON
 
 _FLAGS = (
-    Flag.whole("--repeats", "times each step is run", 7),
-    Flag.number("--seconds", "begin no new round after this", 60.0),
+    Flag.whole("--repeats", "times each step is run", 7, least=1),
+    Flag.number("--seconds", "begin no new round after this", 60.0, least=0),
     Flag.switch("--parts", "the share of each kernel in a step, too (native kernels)"),
-    Flag.of("--json", "write the report with the table; - is standard output", metavar="FILE"),
+    JSON,
 )
 #: The kernels' part that reads the pages of decoding rows.
 _DECODING = "attention of decoding rows"
@@ -28,8 +29,6 @@ _COMMAND = Command(
 def bench_step(arguments: Sequence[str]) -> int:
     """Measure, print, and write the table; exit status 0."""
     args = _COMMAND.parse(arguments)
-    args.check_numbers(repeats=1, seconds=0)
-    args.check_writable("json")
     report = _measured(args, args.load_config())
     if args.write_report(report):
         _show(report)

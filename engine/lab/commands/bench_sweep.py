@@ -52,8 +52,9 @@ _FLAGS = (
         "for --loads with --url: requests open while the capacity is measured; 0: twice the "
         "server's seats, 64 where it does not list them",
         0,
+        least=0,
     ),
-    Flag.whole("--warmup", "short requests before each point", 8),
+    Flag.whole("--warmup", "short requests before each point", 8, least=0),
 )
 _COMMAND = Command(
     "bench sweep",
@@ -128,9 +129,6 @@ def bench_sweep(arguments: Sequence[str]) -> int:
 
 def _check(args: TrafficArguments) -> None:
     """Raise ConfigError for flags that no axis could go with."""
-    args.check_writable("json", "html")
-    args.check_numbers(warmup=0, timeout_s=0.001, requests=1, capacity_streams=0)
-    args.slo()
     if args.trace:
         raise ConfigError("a trace has its own times: --trace cannot be swept")
     if args.capacity_streams and not (args.loads and args.url):

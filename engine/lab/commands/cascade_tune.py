@@ -25,6 +25,7 @@ from jitney.engine.lab.cascade_tuning import (
     TokenPrices,
     read_requests,
 )
+from jitney.engine.lab.commands.bench_flags import JSON
 
 if TYPE_CHECKING:
     from jitney.dashboard import Table
@@ -48,8 +49,10 @@ _MODELS = (
         required=True,
     ),
     Flag.of("--large", "the large model, likewise", metavar="URL/MODEL", required=True),
-    Flag.whole("--at-once", "requests open at a time; with more than 1, seconds say little", 1),
-    Flag.number("--timeout-s", "seconds an answer may take", 600.0),
+    Flag.whole(
+        "--at-once", "requests open at a time; with more than 1, seconds say little", 1, least=1
+    ),
+    Flag.number("--timeout-s", "seconds an answer may take", 600.0, least=0.001),
 )
 _ASKED = (
     Flag.number("--agreement", "wanted agreement with the large model, 0 to 1", 0.95),
@@ -71,13 +74,13 @@ _ASKED = (
         "given, else seconds]",
         choices=tuple(_UNITS),
     ),
-    Flag.number("--small-price", "of a million tokens of the small model"),
-    Flag.number("--large-price", "of a million tokens of the large model"),
-    Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE"),
+    Flag.number("--small-price", "of a million tokens of the small model", least=0),
+    Flag.number("--large-price", "of a million tokens of the large model", least=0),
+    JSON,
 )
 _DEFAULTS = (
-    Flag.whole("--max-tokens", "of requests that do not say"),
-    Flag.number("--temperature", "of requests that do not say", 0.0),
+    Flag.whole("--max-tokens", "of requests that do not say", least=1),
+    Flag.number("--temperature", "of requests that do not say", 0.0, least=0),
 )
 _COMMAND = Command(
     "cascade tune",
@@ -127,15 +130,6 @@ class _Tuned:
 
 def _check(args: Arguments) -> None:
     """Raises ConfigError."""
-    args.check_writable("json")
-    args.check_numbers(
-        at_once=1,
-        timeout_s=0.001,
-        small_price=0,
-        large_price=0,
-        max_tokens=1,
-        temperature=0,
-    )
     if not 0 < args.agreement <= 1:
         raise ConfigError(f"--agreement must be over 0 and at most 1, not {args.agreement:g}")
 

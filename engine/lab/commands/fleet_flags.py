@@ -25,15 +25,6 @@ _DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<
 _PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"
 _OUTPUT = "lognormal:mean=256,sigma=0.8,min=8,max=2000"
 
-#: Least values of flags.
-_LEAST = {
-    "core_mtbf_h": 1e-3,
-    "core_recovery_s": 0,
-    "machine_mtbf_h": 1e-3,
-    "start_s": 0,
-    "seed": 0,
-}
-
 
 class FleetArguments(Arguments):
     """The parsed flags of a command that has `TRAFFIC` and `RUNNING`, and names a replica."""
@@ -52,7 +43,7 @@ class FleetArguments(Arguments):
         ),
         Flag.of("--prompt", f"prompt tokens, as `jitney simulate` takes them [{_PROMPT}]"),
         Flag.of("--output", f"output tokens, likewise [{_OUTPUT}]"),
-        Flag.whole("--seed", "of times, lengths and failures", 0),
+        Flag.whole("--seed", "of times, lengths and failures", 0, least=0),
     )
     #: How replicas are chosen, and how often they are lost.
     RUNNING: ClassVar = (
@@ -62,15 +53,16 @@ class FleetArguments(Arguments):
             "least-wait",
             choices=get_args(RouterName.__value__),
         ),
-        Flag.number("--core-mtbf-h", "hours between two deaths of a replica's core", 168.0),
-        Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0),
-        Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0),
-        Flag.number("--start-s", "seconds until a new replica is ready", _START_S),
+        Flag.number(
+            "--core-mtbf-h", "hours between two deaths of a replica's core", 168.0, least=1e-3
+        ),
+        Flag.number("--core-recovery-s", "seconds until the next core is there", 10.0, least=0),
+        Flag.number("--machine-mtbf-h", "hours between two losses of a chip", 50_000.0, least=1e-3),
+        Flag.number("--start-s", "seconds until a new replica is ready", _START_S, least=0),
     )
 
     def check_running(self) -> None:
         """Raises ConfigError for flags of `TRAFFIC` and `RUNNING` that contradict each other."""
-        self.check_numbers(**_LEAST)
         if bool(self.rates) == bool(self.trace):
             raise ConfigError("say what comes: exactly one of --rates and --trace")
         if self.trace and (self.prompt or self.output):

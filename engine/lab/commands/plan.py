@@ -10,6 +10,7 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import Slo
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup
+from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
@@ -45,8 +46,6 @@ def plan(arguments: Sequence[str]) -> int:
 
 
 def _run_plan(args: Arguments) -> int:
-    args.check_numbers(count=1, rate=0, acceptance=0)
-    args.check_writable("json")
     if (args.speculative in ("draft", "eagle3")) != bool(args.draft_model):
         raise ConfigError("--draft-model is for --speculative draft and eagle3, which need it")
     if not args.model or not args.device:
@@ -95,7 +94,6 @@ MODEL = Flag(
     },
 )
 KV = Flag.of("--kv", "number format of keys and values", "bf16", choices=("bf16", "fp8", "int8"))
-JSON = Flag.of("--json", "write everything to a file; - is standard output", metavar="FILE")
 EFFICIENCIES = (
     Flag.number(
         "--bandwidth-efficiency",
@@ -112,19 +110,20 @@ EFFICIENCIES = (
 _FLAGS = (
     MODEL,
     Flag.of("--device", f"one of: {', '.join(DEVICES)}", metavar="NAME"),
-    Flag.whole("--count", "chips of a replica, by tensor parallelism", 1),
+    Flag.whole("--count", "chips of a replica, by tensor parallelism", 1, least=1),
     Flag.of("--weights", "number format of the layers", "bf16", choices=WEIGHT_FORMATS),
     KV,
     Flag.whole("--prompt", "mean prompt tokens", 512),
     Flag.whole("--output", "mean output tokens", 256),
-    Flag.number("--slo-itl-ms", "most milliseconds between two tokens", metavar="MS"),
+    Flag.number("--slo-itl-ms", "most milliseconds between two tokens", metavar="MS", least=0),
     Flag.number(
         "--slo-ttft-ms",
         "most milliseconds to the first token, for 99 in 100 requests",
         metavar="MS",
+        least=0,
     ),
-    Flag.number("--price-per-hour", "of one chip"),
-    Flag.number("--rate", "requests a second to serve: how many replicas", 0.0),
+    Flag.number("--price-per-hour", "of one chip", least=0),
+    Flag.number("--rate", "requests a second to serve: how many replicas", 0.0, least=0),
     Flag.whole("--token-budget", "most rows of a step", 2048),
     Flag.whole("--page-size", "KV positions per page", 16),
     *SimulateArguments.DRAFTS,

@@ -11,6 +11,7 @@ import msgspec
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import Command, Config, Flag, FlagGroup
 from jitney.engine.core import Bucket, Buckets
+from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
 from jitney.engine.lab.simulation.bucket_tuner import (
     DECODE_EXECUTABLES,
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from jitney.engine.lab.simulation.step_table import StepTimes
 
 _FLAGS = (
-    Flag.whole("--budget", "executables to compile; 0: as many as the present buckets take", 0),
-    Flag.of("--json", "write the proposal to a file; - is standard output", metavar="FILE"),
+    Flag.whole(
+        "--budget", "executables to compile; 0: as many as the present buckets take", 0, least=0
+    ),
+    JSON,
 )
 _SEEN = (
     Flag.of(
@@ -65,7 +68,6 @@ _COMMAND = Command(
 def plan_buckets(arguments: Sequence[str]) -> int:
     """Print the sizes as the flags that set them, and the padding they save; exit status 0."""
     args = _COMMAND.parse_as(SimulateArguments, arguments)
-    args.check_numbers(budget=0, rate=1e-9, concurrency=0)
     config = args.load_config()
     present = EngineShape.buckets_of(config.engine, bool(args.chip))
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)

@@ -10,8 +10,9 @@ from contextlib import suppress
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import Command, Flag, FlagGroup
+from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.commands.fleet_flags import FleetArguments
-from jitney.engine.lab.commands.plan import EFFICIENCIES, JSON, KV, MODEL, assumptions_of
+from jitney.engine.lab.commands.plan import EFFICIENCIES, KV, MODEL, assumptions_of
 from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
 from jitney.engine.lab.simulation.fleet_planner import (
     FleetAssumptions,
@@ -60,16 +61,21 @@ _TARGETS = (
         "most milliseconds to the first token, for 99 in 100 requests",
         1000.0,
         metavar="MS",
+        least=1e-3,
     ),
-    Flag.number("--stream-tok-s", "least tokens a second of 99 in 100 streams; 0: any", 0.0),
-    Flag.number("--refused", "most of 100 requests that may be refused", 0.1),
+    Flag.number(
+        "--stream-tok-s", "least tokens a second of 99 in 100 streams; 0: any", 0.0, least=0
+    ),
+    Flag.number("--refused", "most of 100 requests that may be refused", 0.1, least=0),
 )
 _DEFAULT = FleetAssumptions()
 _HOW = (
     *FleetArguments.RUNNING,
-    Flag.whole("--most-seats", "most seats of a replica", _DEFAULT.most_seats),
-    Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
-    Flag.whole("--requests", "requests of one simulation, at most", _DEFAULT.most_requests),
+    Flag.whole("--most-seats", "most seats of a replica", _DEFAULT.most_seats, least=1),
+    Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget, least=2),
+    Flag.whole(
+        "--requests", "requests of one simulation, at most", _DEFAULT.most_requests, least=1000
+    ),
     JSON,
 )
 _COMMAND = Command(
@@ -84,21 +90,10 @@ _COMMAND = Command(
     ),
     usage="jitney plan --fleet MODEL --devices LIST --rates LIST [FLAG ...]",
 )
-#: Least values of flags.
-_LEAST = {
-    "slo_ttft_ms": 1e-3,
-    "stream_tok_s": 0,
-    "refused": 0,
-    "most_seats": 1,
-    "token_budget": 2,
-    "requests": 1000,
-}
 
 
 def _check(args: FleetArguments) -> None:
     """Raise ConfigError for flags that cannot be, before anything is simulated."""
-    args.check_numbers(**_LEAST)
-    args.check_writable("json")
     if not args.model or not args.devices:
         raise ConfigError("say what to size: jitney plan --fleet MODEL --devices LIST --rates LIST")
     args.check_running()

@@ -120,7 +120,7 @@ _SUBJECT = (
         dest="chip",
         metavar="NAME",
     ),
-    Flag.whole("--count", "with --device: chips, by tensor parallelism", 1),
+    Flag.whole("--count", "with --device: chips, by tensor parallelism", 1, least=1),
     Flag.of(
         "--weights",
         "with --device: bf16, fp8, int8 or int4",
@@ -129,7 +129,7 @@ _SUBJECT = (
         metavar="FORMAT",
     ),
     Flag.of("--kv", "with --device: bf16, fp8 or int8", "bf16", metavar="FORMAT"),
-    Flag.whole("--seats", "the same as --max-seats"),
+    Flag.whole("--seats", "the same as --max-seats", least=1),
     *SimulateArguments.DRAFTS,
     Flag.of(
         "--measured",
@@ -167,7 +167,6 @@ _COMMAND = Command(
 
 def _check_flags(args: SimulateArguments) -> None:
     """Raise ConfigError for flags that contradict each other, or that would be ignored."""
-    args.check_numbers(rate=1e-9, concurrency=0, count=1, seats=1, acceptance=0, drafts=1)
     if args.acceptance > 1 or (args.acceptance and args.measured):
         raise ConfigError(
             f"--acceptance {args.acceptance:g} must be at most 1, and is not for --measured, whose "
@@ -177,7 +176,6 @@ def _check_flags(args: SimulateArguments) -> None:
     if args.open_loop and not args.trace:
         raise ConfigError("--open-loop is for --trace: made-up traffic is what --arrivals says")
     args.check_seats()
-    args.check_writable("json")
 
 
 def _check_subject(args: SimulateArguments) -> None:

@@ -59,15 +59,22 @@ class SimulateArguments(TrafficArguments):
     #: Speculation, by a chance.
     DRAFTS: ClassVar = (
         Flag.number(
-            "--acceptance", "chance that a draft behind right ones is accepted; 0: no drafts", 0.0
+            "--acceptance",
+            "chance that a draft behind right ones is accepted; 0: no drafts",
+            0.0,
+            least=0,
         ),
-        Flag.whole("--drafts", "with --acceptance: most drafts of a sequence in a step", 7),
+        Flag.whole(
+            "--drafts", "with --acceptance: most drafts of a sequence in a step", 7, least=1
+        ),
     )
     #: How fast the traffic comes.
     PACE: ClassVar = FlagGroup(
         (
-            Flag.number("--rate", "requests a second [1; a trace's own]"),
-            Flag.whole("--concurrency", "closed arrivals: requests open at a time; 0: all", 0),
+            Flag.number("--rate", "requests a second [1; a trace's own]", least=1e-9),
+            Flag.whole(
+                "--concurrency", "closed arrivals: requests open at a time; 0: all", 0, least=0
+            ),
         ),
         "pace",
     )

@@ -13,8 +13,9 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import Command, Flag, FlagGroup
+from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.commands.fleet_flags import FleetArguments
-from jitney.engine.lab.commands.plan import EFFICIENCIES, JSON, KV, MODEL
+from jitney.engine.lab.commands.plan import EFFICIENCIES, KV, MODEL
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.lab.simulation.fleet_planner import FleetAssumptions, ReplicaKind, Targets
 from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
@@ -35,11 +36,11 @@ _WHAT = (
         "as h100, 4xv5e or l4:int8",
         metavar="WORD",
     ),
-    Flag.whole("--replicas", "replicas at the beginning, all ready"),
-    Flag.whole("--seats", "most seats of a replica", _DEFAULT.most_seats),
-    Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget),
+    Flag.whole("--replicas", "replicas at the beginning, all ready", least=1),
+    Flag.whole("--seats", "most seats of a replica", _DEFAULT.most_seats, least=1),
+    Flag.whole("--token-budget", "most rows of a step", _DEFAULT.token_budget, least=2),
     KV,
-    Flag.number("--price", "of one chip an hour"),
+    Flag.number("--price", "of one chip an hour", least=0),
     Flag.switch(
         "--prefix-cache",
         "prompts of one conversation find the pages of those before, where a --trace names "
@@ -49,14 +50,16 @@ _WHAT = (
 )
 _HOW_MUCH = (
     *FleetArguments.TRAFFIC,
-    Flag.number("--rate-s", "seconds that each of --rates holds", 3600.0),
-    Flag.whole("--requests", "most requests; of more, the busiest time", _MOST),
+    Flag.number("--rate-s", "seconds that each of --rates holds", 3600.0, least=1e-3),
+    Flag.whole("--requests", "most requests; of more, the busiest time", _MOST, least=1),
 )
 _FAILING = (
     *FleetArguments.RUNNING,
-    Flag.number("--notice-s", "seconds until the loss of a machine is noticed", 30.0),
-    Flag.number("--outage-at-s", "seconds after which a part of all machines is lost at once"),
-    Flag.number("--outage-share", "of the machines that are lost then", 0.1),
+    Flag.number("--notice-s", "seconds until the loss of a machine is noticed", 30.0, least=0),
+    Flag.number(
+        "--outage-at-s", "seconds after which a part of all machines is lost at once", least=0
+    ),
+    Flag.number("--outage-share", "of the machines that are lost then", 0.1, least=0),
 )
 _SCALING = (
     Flag.of("--scale", "least and most replicas, such as 2:50", metavar="LEAST:MOST"),
@@ -87,17 +90,6 @@ _COMMAND = Command(
     ),
     usage="jitney simulate --fleet MODEL --device WORD --replicas N --rates LIST [FLAG ...]",
 )
-_LEAST = {
-    "replicas": 1,
-    "seats": 1,
-    "token_budget": 2,
-    "price": 0,
-    "rate_s": 1e-3,
-    "requests": 1,
-    "notice_s": 0,
-    "outage_at_s": 0,
-    "outage_share": 0,
-}
 
 
 def simulate_fleet(arguments: Sequence[str]) -> int:
@@ -120,9 +112,6 @@ def simulate_fleet(arguments: Sequence[str]) -> int:
 
 def _check(args: FleetArguments) -> None:
     """Raises ConfigError for flags that cannot be, before anything is simulated."""
-    given = {name: least for name, least in _LEAST.items() if getattr(args, name) is not None}
-    args.check_numbers(**given)
-    args.check_writable("json")
     if not args.model or not args.device or not args.replicas:
         raise ConfigError(
             "say what to simulate: jitney simulate --fleet MODEL --device WORD --replicas N "
