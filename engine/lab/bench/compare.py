@@ -19,7 +19,8 @@ import msgspec
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import Arrival
 from jitney.engine.lab.bench.offline import PolicyRuns, outputs_of
-from jitney.engine.lab.simulation.accuracy import COMPARED, errors
+from jitney.engine.lab.figures import figure_of
+from jitney.engine.lab.simulation.accuracy import errors
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import predict, simulate
 from jitney.engine.lab.simulation.step_table import StepTable, StepTimes
@@ -98,7 +99,6 @@ def load_curve(
     shape: EngineShape,
     table: StepTimes,
     policies: Sequence[str],
-    loads: Sequence[float] = _CURVE_LOADS,
 ) -> list[JsonDict]:
     """First-token waits of each policy over the load, by simulation: one point a load.
 
@@ -109,7 +109,7 @@ def load_curve(
     shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, _BEST}}
     able = {policy: capacity(arrivals, each, table) for policy, each in shapes.items()}
     points = []
-    for load in loads:
+    for load in _CURVE_LOADS:
         rate = load * able[_BEST]
         waits = {}
         for policy in policies:
@@ -122,9 +122,7 @@ def load_curve(
 def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:
     """Figures of a run for the curve. share_of_capacity: None where it is not known."""
     return {
-        "ttft_p50_s": COMPARED["ttft_p50_s"].of(figures),
-        "ttft_p99_s": COMPARED["ttft_p99_s"].of(figures),
-        "output_tok_s": figures["output_tok_s"],
+        **{name: figure_of(figures, name) for name in ("ttft_p50_s", "ttft_p99_s", "output_tok_s")},
         "share_of_capacity": share_of_capacity,
     }
 
@@ -184,8 +182,8 @@ def _gains(ours: JsonObject, theirs: JsonObject) -> Iterator[tuple[str, float | 
     for rate in ("output_tok_s", "req_s"):
         yield rate, _ratio(ours[rate], theirs[rate])
     for wait, quantile in itertools.product(("ttft", "e2e"), ("p50", "p99")):
-        figure = COMPARED[f"{wait}_{quantile}_s"]
-        yield f"{wait}_s_{quantile}", _ratio(figure.of(theirs), figure.of(ours))
+        name = f"{wait}_{quantile}_s"
+        yield f"{wait}_s_{quantile}", _ratio(figure_of(theirs, name), figure_of(ours, name))
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:

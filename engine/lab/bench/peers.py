@@ -110,10 +110,11 @@ class _PeerResult:
         }
 
 
-def _make_measurements(
-    encode: _Encode, streams: Sequence[int], requests: int
-) -> list[_Measurement]:
-    """Closed loops of so many streams, and long prompts with one output token each."""
+def make_measurements(encode: _Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
+    """Closed loops of so many streams, and long prompts with one output token each.
+
+    requests: of each of them, at most; slow ones have fewer.
+    """
 
     def drawn(
         name: str, streams: int, count: int, prompts: Lengths, outputs: Lengths
@@ -150,23 +151,6 @@ class PeerBench:
     #: Called with each line of progress.
     say: Callable[[str], None]
     results: list[_PeerResult] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
-        encode: _Encode,
-        streams: Sequence[int],
-        requests: int,
-        *,
-        port: int,
-        save: Callable[[JsonDict], None],
-        say: Callable[[str], None],
-    ) -> PeerBench:
-        """With closed loops of so many streams, and long prompts with one output token each.
-
-        requests: of each of them, at most; slow ones have fewer.
-        """
-        return cls(_make_measurements(encode, streams, requests), port, save, say)
 
     def compare(self, peers: Sequence[Peer], repetitions: int) -> JsonDict:
         """Start the engines in turn, `repetitions` times over, and measure each; returns the

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import Arrival
@@ -15,32 +14,17 @@ from jitney.engine.core import LLM
 from jitney.engine.lab.bench.load import LoadResult, Watch
 from jitney.engine.lab.bench.offline import OfflineBench
 from jitney.engine.lab.bench.online import EngineAbout, OnlineBench
+from jitney.engine.lab.figures import figure_of
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.planner import knee
 
-#: Rates and latencies of a point.
-_RATES = ("output_tok_s", "req_s", "goodput_req_s", "seat_fill")
-_LATENCIES = ("ttft", "itl", "e2e")
+#: The few figures of a run that the curve shows.
+_POINT = (
+    *("output_tok_s", "req_s", "goodput_req_s", "seat_fill"),
+    *(f"{name}_{quantile}_s" for name in ("ttft", "itl", "e2e") for quantile in ("p50", "p99")),
+)
 #: What a report says of an engine in this process.
 _FACTS = ("version", "device", "platform", "kernels", "dtype", "policy")
-
-
-class Target(Protocol):
-    """An engine that can be sent traffic."""
-
-    def capacity(self, arrivals: Sequence[Arrival], watch: Watch) -> float:
-        """Requests a second that it serves when there is always a next one of these."""
-        ...
-
-    def measure(
-        self, arrivals: Sequence[Arrival], concurrency: int, watch: Watch
-    ) -> LoadResult | EngineRun:
-        """Send the arrivals; concurrency: requests open at a time, 0: they come at their times."""
-        ...
-
-    def describe(self) -> dict[str, str]:
-        """Version, device and so on."""
-        ...
 
 
 class EngineTarget:
@@ -52,10 +36,12 @@ class EngineTarget:
         self._bench.warm_up(self._bench.requests(warm_up, seed))
 
     def capacity(self, arrivals: Sequence[Arrival], watch: Watch) -> float:
+        """Requests a second that it serves when there is always a next one of these."""
         rate, _ = self._bench.capacity(arrivals, seed=self._seed, watch=watch)
         return rate
 
     def measure(self, arrivals: Sequence[Arrival], concurrency: int, watch: Watch) -> EngineRun:
+        """Send the arrivals; concurrency: requests open at a time, 0: they come at their times."""
         requests = self._bench.requests(arrivals, self._seed)
         return self._bench.run(requests, concurrency=concurrency, watch=watch)
 
@@ -86,6 +72,10 @@ class EndpointTarget:
         return self._about._asdict()
 
 
+#: What can be sent traffic.
+Target = EngineTarget | EndpointTarget
+
+
 def sweep(
     target: Target,
     axis: str,
@@ -111,18 +101,15 @@ def sweep(
         if isinstance(run, LoadResult):
             figures["client"] = run.sender.as_json()
         rate = {} if capacity is None else {"rate": value * capacity}
-        points.append({axis: value, **_point_of(figures), "figures": figures, **rate})
+        points.append(
+            {
+                axis: value,
+                **{name: figure_of(figures, name) for name in _POINT},
+                "figures": figures,
+                **rate,
+            }
+        )
     return capacity, points
-
-
-def _point_of(figures: JsonObject) -> dict[str, float | None]:
-    """The few figures of a run that the curve shows: rates, and latencies as ttft_p50_s."""
-    point = {name: figures[name] for name in _RATES}
-    for name in _LATENCIES:
-        spread = figures[f"{name}_s"] or {}
-        for quantile in ("p50", "p99"):
-            point[f"{name}_{quantile}_s"] = spread.get(quantile)
-    return point
 
 
 def knee_of(axis: str, points: Sequence[JsonObject]) -> int | None:

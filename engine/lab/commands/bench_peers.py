@@ -14,7 +14,7 @@ from jitney.engine.common.terminal import visible
 from jitney.engine.common.text_file import write_text
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup, say
 from jitney.engine.lab.bench.peer_process import Peer
-from jitney.engine.lab.bench.peers import PeerBench, kernel_ratios, markdown
+from jitney.engine.lab.bench.peers import PeerBench, kernel_ratios, make_measurements, markdown
 
 _ENGINES = {
     "auto": "this engine with the kernels that it chooses",
@@ -73,14 +73,9 @@ def _measured(args: Arguments) -> JsonDict:
     streams = args.numbers_of("streams", int)
     with TemporaryDirectory() as folder:
         peers = _peers_from(args, Path(folder))
-        bench = PeerBench.of(
-            Tokenizer.load(ModelSource.resolve(args.model)).encode,
-            streams,
-            args.requests,
-            port=args.port,
-            save=partial(_save, args),
-            say=say,
-        )
+        encode = Tokenizer.load(ModelSource.resolve(args.model)).encode
+        measurements = make_measurements(encode, streams, args.requests)
+        bench = PeerBench(measurements, args.port, save=partial(_save, args), say=say)
         report = bench.compare(peers, args.repetitions)
     pair = [Peer.ours(args.model, kernels, args.dtype).name for kernels in ("auto", "reference")]
     return report | {"auto_over_reference": kernel_ratios(report, pair)}

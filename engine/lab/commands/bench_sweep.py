@@ -16,6 +16,7 @@ from jitney.engine.lab.backlog import QueueGrowth
 from jitney.engine.lab.bench.online import EngineAbout, OnlineBench
 from jitney.engine.lab.commands.bench_flags import TrafficArguments, progress, traffic_line
 from jitney.engine.lab.commands.bench_serve import ENOUGH_FOR_P99, EndpointArguments
+from jitney.engine.lab.figures import cell
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -80,19 +81,18 @@ _UNITS = {
     "rate": "requests a second",
     "load": "share of what continuous batching can serve",
 }
-#: Columns of the latencies in the table, by a point's figures.
-_LATENCIES = {
-    "ttft_p50_s": "TTFT p50",
-    "ttft_p99_s": "TTFT p99",
-    "itl_p50_s": "ITL p50",
-    "itl_p99_s": "ITL p99",
-    "e2e_p50_s": "e2e p50",
-    "e2e_p99_s": "e2e p99",
+#: Columns of the table, by a run's figures.
+_COLUMNS = {
+    "output tok/s": "output_tok_s",
+    "req/s": "req_s",
+    **{
+        f"{head} {quantile}": f"{name}_{quantile}_s"
+        for name, head in (("ttft", "TTFT"), ("itl", "ITL"), ("e2e", "e2e"))
+        for quantile in ("p50", "p99")
+    },
+    "TTFT p99.9": "ttft_p999_s",
+    "ITL p99.9": "itl_p999_s",
 }
-#: Columns of what one in a thousand is slower than, by a run's figures.
-_TAILS = {"ttft_s": "TTFT p99.9", "itl_s": "ITL p99.9"}
-#: And of the speeds.
-_SPEEDS = {"output_tok_s": "output tok/s", "req_s": "req/s"}
 #: Settings that an endpoint has already.
 _OF_A_SERVER = ("max_seats", "policy", "order")
 
@@ -246,17 +246,15 @@ def _curve_table(report: JsonObject, knee: int | None) -> Table:
 
 
 def _cells(axis: str, point: JsonObject) -> dict[str, str]:
-    from jitney.engine.lab.bench.tables import duration, number, quantile_cell, queue
+    from jitney.engine.lab.bench.tables import queue
 
+    figures = point["figures"]
     cells = {"open" if axis == "concurrency" else axis: f"{point[axis]:g}"}
     if axis == "load":
         cells["rate"] = f"{point['rate']:.3g}"
-    cells |= {head: number(point[name]) for name, head in _SPEEDS.items()}
-    cells |= {head: duration(point[name]) for name, head in _LATENCIES.items()}
-    for name, head in _TAILS.items():
-        cells[head] = quantile_cell(point["figures"][name] or {}, "p999")
+    cells |= {head: cell(figures, name) for head, name in _COLUMNS.items()}
     if axis != "concurrency":
-        cells["queue"] = queue(point["figures"]["backlog"], grew="grew")
+        cells["queue"] = queue(figures["backlog"], grew="grew")
     return cells
 
 

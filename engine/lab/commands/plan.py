@@ -12,6 +12,7 @@ from jitney.engine.common.summary import Slo
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup
 from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
+from jitney.engine.lab.figures import rows_table
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
 from jitney.engine.lab.simulation.roofline import WEIGHT_FORMATS, Assumptions, Roofline
@@ -164,32 +165,36 @@ def _report_of(roofline: Roofline, load: Load, sizing: Sizing) -> JsonDict:
 
 
 def _show(model: str, roofline: Roofline, load: Load, sizing: Sizing) -> None:
-    from jitney.dashboard import Table, print_lines
+    from jitney.dashboard import print_lines
 
     title = f"{model} on {roofline.count} x {roofline.device.name}"
     tokens = f"{load.prompt} prompt and {load.output} output tokens"
-    heads = ["seats", "drafts", "step ms", "tok/s", "req/s", "TTFT ms", "bound", "cost/M", ""]
-    table = Table(heads, [_cells(point, sizing) for point in sizing.curve])
+    rows = [_row(point, sizing) for point in sizing.curve]
+    table = rows_table(rows, _HEADS)
     table.print(f"{title}: {tokens}")
     print_lines(_answers(roofline, load, sizing))
     print("assumed:")
     print_lines(f"  {line}" for line in _assumptions(roofline, load))
 
 
-def _cells(point: OperatingPoint, sizing: Sizing) -> list[str]:
-    cost = point.cost_per_million
+#: The columns, by figures of `_row`.
+_HEADS = {
+    "seats": "seats",
+    "drafts": "drafts",
+    "step": "step_s",
+    "tok/s": "output_tok_s",
+    "req/s": "req_s",
+    "TTFT": "ttft_s",
+    "bound": "bound",
+    "cost/M": "cost_per_million",
+    "": "mark",
+}
+
+
+def _row(point: OperatingPoint, sizing: Sizing) -> JsonDict:
     marks = {"knee": sizing.knee, "within limits": sizing.within_slo}
-    return [
-        str(point.seats),
-        str(point.drafts),
-        f"{1e3 * point.step_s:.2f}",
-        f"{point.output_tok_s:,.0f}",
-        f"{point.req_s:.2f}",
-        f"{1e3 * point.ttft_s:.0f}",
-        point.bound,
-        "" if cost is None else f"{cost:.3f}",
-        ", ".join(name for name, marked in marks.items() if marked == point),
-    ]
+    mark = ", ".join(name for name, marked in marks.items() if marked == point)
+    return msgspec.to_builtins(point) | {"mark": mark}
 
 
 def _answers(roofline: Roofline, load: Load, sizing: Sizing) -> Iterator[str]:

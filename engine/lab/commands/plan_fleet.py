@@ -13,6 +13,7 @@ from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.commands.fleet_flags import FleetArguments
 from jitney.engine.lab.commands.plan import EFFICIENCIES, KV, MODEL, assumptions_of
+from jitney.engine.lab.figures import rows_table
 from jitney.engine.lab.simulation.devices import DEVICES, Accelerator
 from jitney.engine.lab.simulation.fleet_planner import (
     FleetAssumptions,
@@ -200,12 +201,14 @@ def _show(
     sizings: list[FleetSizing],
     report: JsonDict,
 ) -> None:
-    from jitney.dashboard import Table, print_lines
+    from jitney.dashboard import print_lines
 
     hour = "hour" if traffic.hour_s == _HOUR_S else f"{traffic.hour_s:g} s"
-    cheapest = _cheapest(sizings)
-    cells = [_cells(sizing, sizing is cheapest) for sizing in sizings]
-    Table(list(_HEADS), cells).print(
+    rows = [
+        _row(sizing, fleet, fleet["device"] == report["cheapest"])
+        for sizing, fleet in zip(sizings, report["fleets"], strict=True)
+    ]
+    rows_table(rows, _HEADS).print(
         f"{args.model}: {max(traffic.rates):,.6g} requests/s in the busiest {hour}"
     )
     print_lines(f"{each.kind.name}: {each.problem}" for each in sizings if each.problem)
@@ -213,46 +216,35 @@ def _show(
     print_lines(f"  {line}" for line in report["assumed"])
 
 
-_HEADS = (
-    "replica",
-    "seats",
-    "req/s each",
-    "replicas",
-    "spare",
-    "chips",
-    "TTFT p99",
-    "tok/s p1",
-    "refused",
-    "price/h",
-    "cost/M fixed",
-    "cost/M scaled",
-    "",
-)
+#: The columns, by figures of `_row`.
+_HEADS = {
+    "replica": "device",
+    "seats": "seats",
+    "req/s each": "load_req_s",
+    "replicas": "replicas",
+    "spare": "spare",
+    "chips": "chips",
+    "TTFT p99": "ttft_p99_s",
+    "tok/s p1": "stream_tok_p1_s",
+    "refused": "refused_share",
+    "price/h": "price_per_hour",
+    "cost/M fixed": "fixed_cost",
+    "cost/M scaled": "scaled_cost",
+    "": "verdict",
+}
 
 
-def _cells(sizing: FleetSizing, is_cheapest: bool) -> list[str]:
+def _row(sizing: FleetSizing, fleet: JsonDict, is_cheapest: bool) -> JsonDict:
+    """fleet: of `_fleet_json`."""
     if sizing.problem:
-        return [sizing.kind.name, *[""] * (len(_HEADS) - 2), "no"]
-    figures, rates = sizing.figures, sizing.figures["stream_tok_s"]
-    return [
-        sizing.kind.name,
-        str(sizing.seats),
-        f"{sizing.load_req_s:.2f}",
-        str(sizing.replicas),
-        str(sizing.spare),
-        str(sizing.replicas * sizing.kind.roofline.count),
-        f"{1e3 * figures['ttft_s']['p99']:.0f} ms",
-        f"{rates['p1']:.0f}" if rates else "",
-        f"{figures['refused_share']:.2%}",
-        _money(sizing.price_per_hour, 2),
-        _money(sizing.cost_per_million(sizing.fixed_replica_hours), 3),
-        _money(sizing.cost_per_million(sizing.scaled_replica_hours), 3),
-        "cheapest" if is_cheapest else "",
-    ]
-
-
-def _money(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
+        return {"device": sizing.kind.name, "verdict": "no"}
+    return {
+        **sizing.figures,
+        **fleet,
+        "fixed_cost": fleet["fixed"]["cost_per_million"],
+        "scaled_cost": fleet["scaled"]["cost_per_million"],
+        "verdict": "cheapest" if is_cheapest else "",
+    }
 
 
 def _assumptions(sizings: Sequence[FleetSizing], how: FleetAssumptions) -> Iterator[str]:

@@ -13,14 +13,14 @@ from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import TraceLine
 from jitney.engine.config import FOR, Command, Config, Flag, FlagGroup
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
-from jitney.engine.lab.simulation.accuracy import COMPARED, errors, verdict_of
+from jitney.engine.lab.figures import cell
+from jitney.engine.lab.simulation.accuracy import errors, verdict_of
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.recordings import EngineName, Recording
 from jitney.engine.lab.simulation.simulator import predict
 from jitney.engine.lab.simulation.step_table import StepTable
 
 if TYPE_CHECKING:
-    from jitney.dashboard import Table
     from jitney.engine.lab.simulation.step_table import StepTimes
 
 
@@ -238,15 +238,15 @@ def _times_for(args: SimulateArguments, config: Config, runs: Mapping[str, Engin
 
 def _show(report: JsonObject) -> None:
     from jitney.dashboard import Table, print_lines
+    from jitney.engine.lab.bench.tables import figures_table
 
     print_lines(_notes(report))
-    _table(report["policies"]).print("predicted")
+    figures_table(report["policies"]).print("predicted")
     for policy, off in report["errors"].items():
         both = report["policies"][policy], report["measured"][policy]
         rows = []
         for name, error in off.items():
-            cells = [_cell(name, COMPARED[name].of(figures)) for figures in both]
-            rows.append([name, *cells, f"{error:+.1%}"])
+            rows.append([name, *(cell(figures, name) for figures in both), f"{error:+.1%}"])
         Table(["", "predicted", "measured", "error"], rows).print(
             f"{policy}: predicted and measured"
         )
@@ -261,29 +261,3 @@ def _notes(report: JsonObject) -> Iterator[str]:
         yield f"closed loop: {report['closed_loop']} requests are open at a time"
     if report.get("cached_tokens"):
         yield f"{report['cached_tokens']:,} prompt tokens are found cached, as recorded"
-
-
-def _table(policies: Mapping[str, JsonObject]) -> Table:
-    """One column for each policy; figures that no run has are left out."""
-    from jitney.dashboard import Table
-
-    rows = []
-    for name, compared in COMPARED.items():
-        cells = [_cell(name, compared.of(figures)) for figures in policies.values()]
-        if any(cells):
-            rows.append([name, *cells])
-    return Table(["", *policies], rows)
-
-
-#: Figures that are shares of something.
-_SHARES = ("padding_share", "seat_fill", "kv_use")
-
-
-def _cell(name: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    if name in _SHARES:
-        return f"{value:.1%}"
-    if not COMPARED[name].quantile:
-        return f"{value:,.2f}"
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"

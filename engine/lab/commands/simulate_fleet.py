@@ -16,6 +16,7 @@ from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.commands.fleet_flags import FleetArguments
 from jitney.engine.lab.commands.plan import EFFICIENCIES, KV, MODEL
+from jitney.engine.lab.figures import columns_table
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.lab.simulation.fleet_planner import FleetAssumptions, ReplicaKind, Targets
 from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
@@ -196,31 +197,34 @@ def _report_of(
     }
 
 
+#: The figures of the table.
+_SHOWN = {
+    "requests": "requests",
+    "refused": "refused_share",
+    "requests/s": "req_s",
+    "output tokens/s": "output_tok_s",
+    "first token p50": "ttft_p50_s",
+    "first token p99": "ttft_p99_s",
+    "tokens/s of the slowest 1 %": "stream_tok_p1_s",
+    "prompt tokens found": "hit_rate",
+    "cores lost": "core_failures",
+    "machines lost": "machine_failures",
+    "went on in a new core": "continued",
+    "begun again elsewhere": "repeated",
+    "replicas started": "started",
+    "most replicas ready": "most_ready",
+    "replica-hours": "replica_hours",
+    "cost of a million output tokens": "cost_per_million",
+}
+
+
 def _show(args: FleetArguments, report: JsonDict) -> None:
-    from jitney.dashboard import Table, print_lines
+    from jitney.dashboard import print_lines
 
     figures, engine = report["figures"], report["engine"]
-    rows = [
-        ("requests", f"{figures['requests']:,}"),
-        ("refused", f"{figures['refused_share']:.2%}"),
-        ("requests/s", f"{figures['req_s']:,.1f}"),
-        ("output tokens/s", f"{figures['output_tok_s']:,.0f}"),
-        ("first token p50", _milliseconds(figures["ttft_s"], "p50")),
-        ("first token p99", _milliseconds(figures["ttft_s"], "p99")),
-        ("tokens/s of the slowest 1 %", _number(figures["stream_tok_s"], "p1")),
-        ("prompt tokens found", f"{figures['hit_rate']:.1%}"),
-        ("cores lost", f"{figures['core_failures']}"),
-        ("machines lost", f"{figures['machine_failures']}"),
-        ("went on in a new core", f"{figures['continued']:,}"),
-        ("begun again elsewhere", f"{figures['repeated']:,}"),
-        ("replicas started", f"{figures['started']}"),
-        ("most replicas ready", f"{figures['most_ready'] or ''}"),
-        ("replica-hours", f"{figures['replica_hours']:.2f}"),
-    ]
-    if report["cost_per_million"] is not None:
-        rows.append(("cost of a million output tokens", f"{report['cost_per_million']:.3f}"))
+    shown = {"value": figures | {"cost_per_million": report["cost_per_million"]}}
     title = f"{args.replicas:,} x {args.device} ({args.model}), router {args.router}"
-    Table(["", "value"], [list(row) for row in rows if row[1]]).print(title)
+    columns_table(shown, _SHOWN).print(title)
     notes = [
         f"a replica has {engine['seats']} seats and {engine['pages']:,} pages",
         f"simulated in {report['simulated_in_s']:g} s; step times are estimates from published "
@@ -230,11 +234,3 @@ def _show(args: FleetArguments, report: JsonDict) -> None:
     if figures["requests"] < asked:
         notes.insert(0, f"of {asked:,} requests those of the busiest time (--requests)")
     print_lines(notes)
-
-
-def _milliseconds(spread: JsonDict | None, quantile: str) -> str:
-    return "" if spread is None else f"{1e3 * spread[quantile]:,.0f} ms"
-
-
-def _number(spread: JsonDict | None, quantile: str) -> str:
-    return "" if spread is None else f"{spread[quantile]:.0f}"

@@ -7,48 +7,32 @@ simulator is there for the run of another policy, whose steps it has not seen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from jitney.engine.common.requests import JsonObject
-
-
-class _Compared(NamedTuple):
-    """Where a figure stands in `summary.summarise`."""
-
-    name: str
-    #: Of a spread of seconds; "" where there is no such spread.
-    quantile: str = ""
-
-    def of(self, figures: JsonObject) -> float | None:
-        """The figure out of a run's, None if it is not known."""
-        value = figures.get(self.name)
-        if value is None or not self.quantile:
-            return value
-        return value.get(self.quantile)
-
+from jitney.engine.lab.figures import figure_of
 
 #: Figures worth comparing.
-COMPARED = {
-    "output_tok_s": _Compared("output_tok_s"),
-    "req_s": _Compared("req_s"),
-    **{
-        f"{name}_{quantile}_s": _Compared(f"{name}_s", quantile)
+COMPARED = (
+    "output_tok_s",
+    "req_s",
+    *(
+        f"{name}_{quantile}_s"
         for name in ("ttft", "itl", "e2e", "queue")
         for quantile in ("p50", "p99")
-    },
-    "padding_share": _Compared("padding_share"),
-    "seat_fill": _Compared("seat_fill"),
-    "kv_use": _Compared("kv_use"),
-    "goodput_req_s": _Compared("goodput_req_s"),
-    "cost_per_million_tokens": _Compared("cost_per_million_tokens"),
-}
+    ),
+    "padding_share",
+    "seat_fill",
+    "kv_use",
+    "goodput_req_s",
+    "cost_per_million_tokens",
+)
 
 
 def errors(predicted: JsonObject, measured: JsonObject) -> dict[str, float]:
     """Relative error, predicted / measured - 1, of each figure that both have."""
     found = {}
-    for name, each in COMPARED.items():
-        ours, theirs = each.of(predicted), each.of(measured)
+    for name in COMPARED:
+        ours, theirs = figure_of(predicted, name), figure_of(measured, name)
         if ours is not None and theirs:
             found[name] = ours / theirs - 1
     return found

@@ -10,7 +10,7 @@ import pytest
 from jitney.engine.common.records import STEP_DTYPE
 from jitney.engine.common.request_record import RequestRecord, Stay
 from jitney.engine.common.summary import Slo, quantile_of, spread, summarise
-from jitney.engine.lab.bench.tables import quantile_cell
+from jitney.engine.lab.figures import cell
 
 
 def request(
@@ -101,8 +101,8 @@ def test_one_in_a_thousand_is_told_of_a_thousand_values():
     assert many is not None and few is not None
     assert quantile_of(many, "p999") == many["p999"] == pytest.approx(998.001)
     assert quantile_of(few, "p999") is None and quantile_of(few, "p99") == few["p99"]
-    assert quantile_cell(many, "p999") == "998.00 s" and quantile_cell(few, "p999") == "–"
-    assert quantile_cell({}, "p999") == "", "nothing was measured"
+    shown = [cell({"ttft_s": each}, "ttft_p999_s") for each in (many, few, None)]
+    assert shown == ["998.00 s", "–", ""]
 
 
 def test_steps_tell_rows_padding_and_pages():

@@ -28,8 +28,8 @@ from jitney.engine.lab.bench.peers import (
     OUTPUTS,
     PROMPTS,
     PeerBench,
-    _make_measurements,
     kernel_ratios,
+    make_measurements,
     markdown,
 )
 from jitney.engine.lab.commands.bench_peers import _remarks
@@ -62,7 +62,7 @@ def run(peers: list[Peer], works: list[Any], repetitions: int, port: int = 0) ->
 
 def test_engines_take_turns_and_get_the_same_work(tmp_path: Path):
     log = tmp_path / "log"
-    works = [work for work in _make_measurements(encode, [3, 1], 6) if work.name != "prompts_512"]
+    works = [work for work in make_measurements(encode, [3, 1], 6) if work.name != "prompts_512"]
     works = [work._replace(outputs=[min(n, 12) for n in work.outputs]) for work in works]
     port = free_port()
     peers = [fake("slow", log, "--tokens-s", "100"), fake("fast", log)]
@@ -94,7 +94,7 @@ def test_an_engine_that_fails_is_left_out_with_its_reason(tmp_path: Path):
     log = tmp_path / "log"
     works = [
         work._replace(outputs=[2] * 4, prompts=work.prompts[:4])
-        for work in _make_measurements(encode, [2], 4)
+        for work in make_measurements(encode, [2], 4)
     ][:1]
     gone = Peer("gone", ("/nowhere/engine",), {}, "a fake")
     peers = [
@@ -136,7 +136,7 @@ def figures(tok_s: float, wait: float) -> dict[str, Any]:
 
 
 def test_the_work_is_that_of_the_table():
-    works = _make_measurements(encode, [32, 1], 96)
+    works = make_measurements(encode, [32, 1], 96)
     assert [(work.name, work.streams, len(work.outputs)) for work in works] == [
         ("streams_32", 32, 96),
         ("streams_1", 1, 16),

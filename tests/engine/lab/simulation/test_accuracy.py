@@ -16,7 +16,8 @@ from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.lab.bench.compare import prediction_errors
-from jitney.engine.lab.simulation.accuracy import COMPARED, errors, verdict_of
+from jitney.engine.lab.figures import figure_of
+from jitney.engine.lab.simulation.accuracy import errors, verdict_of
 from jitney.engine.lab.simulation.engine_run import EngineRun, span
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.recordings import Recording
@@ -43,7 +44,7 @@ def test_errors_are_relative_and_only_of_what_both_know():
         "output_tok_s": pytest.approx(0.1),
         "ttft_p50_s": pytest.approx(-0.5),
     }
-    assert COMPARED["ttft_p99_s"].of(theirs) == 0.0
+    assert figure_of(theirs, "ttft_p99_s") == 0.0
 
 
 def test_lines_without_a_measurement_do_not_count():

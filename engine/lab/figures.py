@@ -1,0 +1,94 @@
+"""Figures of reports by flat names, and as people read them: the end of a name says the unit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jitney.engine.common.requests import JsonObject
+from jitney.engine.common.summary import quantile_of
+
+if TYPE_CHECKING:
+    from jitney.dashboard import Table
+
+#: A percentile of a spread: `ttft_p99_s` is the p99 of `ttft_s`.
+_QUANTILE = re.compile(r"_(p\d+)(_s)?$")
+#: Numbers a second, and shares whose names do not end with `_share`.
+_RATE, _SHARES = re.compile(r"(tok|req)_s$"), ("share", "seat_fill", "kv_use", "hit_rate")
+#: What stands for a percentile of too few values.
+_TOO_FEW = "–"
+
+
+def figure_of(figures: JsonObject, name: str) -> Any:
+    """A figure out of a run's (`summary.summarise`), such as output_tok_s or ttft_p99_s; None where
+    it is not known.
+    """
+    quantile = _QUANTILE.search(name)
+    if name in figures or quantile is None:
+        return figures.get(name)
+    return quantile_of(figures.get(_QUANTILE.sub(r"\2", name)) or {}, quantile[1])
+
+
+def cell(figures: JsonObject, name: str) -> str:
+    """The figure as text; empty where it is not known, a dash for too few values."""
+    if _QUANTILE.search(name) and name not in figures:
+        if not figures.get(_QUANTILE.sub(r"\2", name)):
+            return ""
+        return shown(name, figure_of(figures, name)) or _TOO_FEW
+    return shown(name, figure_of(figures, name))
+
+
+def shown(name: str, value: Any) -> str:
+    """A value as text, in the unit of its name; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, str | bool):
+        return str(value)
+    unit = _QUANTILE.sub(r"\2", name)
+    if unit.endswith(_SHARES):
+        return f"{value:.1%}"
+    if unit == "seconds" or (unit.endswith("_s") and not _RATE.search(unit)):
+        return duration(value)
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def number(value: float) -> str:
+    """With three digits after the point below one, two below a thousand."""
+    digits = 3 if abs(value) < 1 else 2 if abs(value) < 1000 else 0
+    return f"{value:,.{digits}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, or milliseconds below one; empty for None."""
+    if seconds is None:
+        return ""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    digits = 0 if seconds >= 0.1 else 1
+    return f"{1e3 * seconds:.{digits}f} ms"
+
+
+def times(value: float | None) -> str:
+    """A ratio; empty for None."""
+    return "" if value is None else f"{value:.2f}x"
+
+
+def rows_table(rows: Sequence[JsonObject], heads: Mapping[str, str]) -> Table:
+    """A row for each, a column for each head. heads: head -> name of the figure."""
+    from jitney.dashboard import Table
+
+    return Table(list(heads), [[cell(row, name) for name in heads.values()] for row in rows])
+
+
+def columns_table(columns: Mapping[str, JsonObject], labels: Mapping[str, str]) -> Table:
+    """A column for each run; figures that no run knows are left out. labels: label -> name of the
+    figure.
+    """
+    from jitney.dashboard import Table
+
+    rows = [
+        [label, *(cell(figures, name) for figures in columns.values())]
+        for label, name in labels.items()
+    ]
+    return Table(["", *columns], [row for row in rows if any(row[1:])])
