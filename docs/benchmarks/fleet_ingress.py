@@ -33,7 +33,8 @@ _AT_ONCE = 8
 def _engine() -> Iterator[str]:
     """A scripted engine, which ends when its input does; gives its URL."""
     port = free_port()
-    words = [sys.executable, str(_ENGINE), "--served-model-name", "m", "--port", str(port)]
+    words = [sys.executable, str(_ENGINE), "--served-model-name", "m"]
+    words += ["--host", "127.0.0.1", "--port", str(port)]
     environ = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{_ENGINE.parent}"}
     with subprocess.Popen(words, stdin=subprocess.PIPE, env=environ) as process:
         try:

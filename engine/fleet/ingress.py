@@ -245,7 +245,6 @@ def create_ingress(
     fleet: Fleet,
     settings: ServerSettings,
     *,
-    routes: Sequence[HttpRoute] = _FLEET_ROUTES,
     extra_routes: Sequence[BaseRoute] = (),
     keys: ApiKeys | None = None,
 ) -> Starlette:
@@ -253,11 +252,11 @@ def create_ingress(
     limits. keys: the accepted ones; None: those of the settings. Batches and jobs that an earlier
     one has left go on when its lifespan begins.
     """
-    fleet.openapi = document(tuple(routes))
+    fleet.openapi = document(_FLEET_ROUTES)
     fleet.settings = settings
-    table = RouteTable(routes)
+    table = RouteTable(_FLEET_ROUTES)
     tasks = fleet.internal_requests = InternalRequests(fleet, table)
-    all_routes = [*(_starlette_route(route, fleet) for route in routes), *extra_routes]
+    all_routes = [*(_starlette_route(route, fleet) for route in _FLEET_ROUTES), *extra_routes]
     app = application(fleet, settings, table, all_routes, lambda app: tasks.at_work(), keys)
     app.state.fleet = fleet
     return app

@@ -45,11 +45,11 @@ class HashRing:
     #: See `order`.
     brake: ClassVar[float] = _BRAKE
 
-    def __init__(self, names: Collection[str], points: int = _POINTS):
+    def __init__(self, names: Collection[str]):
         marks = sorted(
             (_position(f"{name}\0{point}".encode()), name)
             for name in names
-            for point in range(points)
+            for point in range(_POINTS)
         )
         self.names = tuple(sorted(names))
         self._positions = [position for position, _ in marks]

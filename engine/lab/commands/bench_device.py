@@ -18,9 +18,10 @@ from jitney.engine.config import (
     say,
     settings,
 )
+from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.report import DeviceReport
 from jitney.engine.lab.device.rows import PartJob
-from jitney.engine.lab.device.run import PARTS, DevicePlan
+from jitney.engine.lab.device.run import DevicePlan
 from jitney.engine.lab.device.saved import ResultFiles
 from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.prompt_choices import PromptChoice
@@ -29,7 +30,7 @@ from jitney.kernels.prompt_choices import PromptChoice
 _RESULTS = Path("docs/benchmarks")
 _KERNELS = settings()["kernels"].choices
 _SHAPES = (*(name for name in SHAPES if name.endswith("8b")), PartJob.TINY)
-_PARTS_HELP = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
+_PARTS_HELP = "; ".join(f"{name}: {part.about}" for name, part in PARTS.items())
 _FLAGS = (
     Flag.of(
         "--shape",

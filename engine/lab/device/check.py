@@ -70,7 +70,7 @@ _PUBLISHED = {
 }
 
 
-def _checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Checks of the first kernel set: tokens, attention in the dtype that serves, kernels in the
     measured model's shapes, attention in other dtypes, experts; a short call may not reach the end.
     """
@@ -257,9 +257,3 @@ def _logits_of(
     """float32 [T, V]."""
     hidden, _ = model(tokens, kept, meta, kernels)
     return model.logits(hidden, kernels)
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "check": _checks,
-}

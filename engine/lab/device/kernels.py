@@ -128,7 +128,7 @@ def _quantised(pool: jax.Array, kv: str) -> tuple[jax.Array, jax.Array]:
     return stored.reshape(pool.shape), scale
 
 
-def _attention(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def attention(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode attention over sequences and contexts, one long sequence, prompts; then the first two
     over pools of 8 bits. The first kernel set counts for the goals.
     """
@@ -241,7 +241,7 @@ def measured(
     return row.timed(time(floor_s))
 
 
-def _writes(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def writes(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Norm, rotation and write of a step's keys and values, for the sets that have it in one."""
     for rows in job.sizes.rows:
         for kernels in sets:
@@ -295,10 +295,3 @@ def _make_heads(
     frequencies = jnp.linspace(1, 1e-4, config.head_dim // 2)
     angles = meta.positions.astype(jnp.float32)[:, None, None] * frequencies
     return jax.random.normal(jax.random.key(1), shape, dtype), (jnp.cos(angles), jnp.sin(angles))
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "attention": _attention,
-    "write": _writes,
-}

@@ -42,7 +42,7 @@ _GetTraffic = Callable[[], tuple[OfflineBench, StepBench]]
 _HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
-def _closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The closed loop, and the batch that the goal is about; weights in the run's dtype."""
     kernels, streams = sets[0], job.sizes.streams
     get = cache(partial(make_traffic, job, RandomModel(job.config, kernels, dtype)))
@@ -52,7 +52,7 @@ def _closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> T
     yield Task(batch, partial(_batch_rows, job, get, streams))
 
 
-def _crowds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def crowds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The batch of equal requests with fewer and with more streams, on one engine."""
     kernels, sizes = sets[0], job.sizes
     model = RandomModel(job.config, kernels, dtype)
@@ -175,10 +175,3 @@ def _gap_row(run: EngineRun, row: Row) -> Row:
         repeats=len(records),
         figures=figures,
     )
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "loop": _closed_loop,
-    "crowds": _crowds,
-}

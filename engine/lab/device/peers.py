@@ -48,7 +48,7 @@ def where_installed(tasks: Tasks, *packages: str) -> Tasks:
         yield task
 
 
-def _batching(job: PartJob) -> Tasks:
+def batching(job: PartJob) -> Tasks:
     """transformers' `generate_batch`, as many requests as streams, all at once: the batch that the
     goal is about, then those of `crowds`.
     """
@@ -166,9 +166,3 @@ def _random_prompts(job: PartJob, count: int, length: int, seed: int) -> list[li
     rng = random.Random(seed)
     ids = range(1, job.config.vocab_size)
     return [rng.choices(ids, k=length) for _ in range(count)]
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "transformers": _batching,
-}

@@ -26,7 +26,7 @@ from jitney.kernels.interface import KernelSet
 _TOP_P, _TOP_K = 0.95, 0
 
 
-def _products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The two large matrices of a layer, for few rows: every way to keep weights."""
     config = job.config
     shapes = {
@@ -113,7 +113,7 @@ def _make_weights(scheme: str, shape: tuple[int, int], dtype: DTypeLike, seed: i
     return quantise(wide, scheme=scheme, dtype=dtype)
 
 
-def _thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Where nucleus sampling cuts, over the whole vocabulary: the set's kernel beside the sampler's
     own search.
     """
@@ -164,10 +164,3 @@ def _random_logits(rows: int, vocab: int) -> jax.Array:
     """float32 [rows, vocab], 0 the largest of each row."""
     logits = jax.random.normal(jax.random.key(3), (rows, vocab), jnp.float32)
     return logits - jnp.max(logits, axis=-1, keepdims=True)
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "products": _products,
-    "sampling": _thresholds,
-}

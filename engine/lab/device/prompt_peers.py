@@ -17,7 +17,7 @@ from jitney.kernels.interface import KernelError, KernelSet
 from jitney.kernels.select import ServedHeads, select
 
 
-def _flashinfer_prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
+def flashinfer_prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
     """A row for each size of prompt, by the kernel set `flashinfer`; none of the sets is called."""
     for rows in job.sizes.prompts:
         row = job.row("prompt attention", f"{rows:,} rows", "flashinfer")
@@ -32,9 +32,3 @@ def _flashinfer_row(job: PartJob, dtype: Any, rows: int, row: Row) -> Iterator[R
         yield row.noted(f"not run: {error}")
         return
     yield from attend_row(job, kernels, dtype, Contexts((), ((rows, rows),)), "auto", row)
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "flashinfer": _flashinfer_prompts,
-}

@@ -11,8 +11,9 @@ import msgspec
 
 from jitney.dashboard import Table
 from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.rows import About, Floors, Row
-from jitney.engine.lab.device.run import PARTS, DeviceResults
+from jitney.engine.lab.device.run import DeviceResults
 from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.prompt_choices import PromptChoice, PromptChoices
 
@@ -173,10 +174,10 @@ class DeviceReport:
         yield f"{results.seconds:.0f} s were used, in {results.calls} calls."
 
     def _row_tables(self) -> Iterator[str]:
-        for part, what in PARTS.items():
-            rows = [_cells(row) for row in self.results.rows if row.part == part]
+        for name, part in PARTS.items():
+            rows = [_cells(row) for row in self.results.rows if row.part == name]
             if rows:
-                yield f"## {part}: {what}"
+                yield f"## {name}: {part.about}"
                 yield ""
                 yield from Table(_HEAD, rows).markdown_lines()
                 yield ""

@@ -79,7 +79,7 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
     #: The shape that is tried on a CPU.
     TINY: ClassVar = "tiny"
 
-    part: str  # `ABOUT`, or a key of run.PARTS
+    part: str  # `ABOUT`, or a key of `parts.PARTS`
     shape: str  # `TINY`, or a key of SHAPES
     dtype: str
     kernels: str

@@ -22,45 +22,10 @@ from typing import IO, ClassVar, Protocol
 import msgspec
 
 from jitney.engine.common.errors import ConfigError, JitneyError
+from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row
 from jitney.engine.lab.device.worker import PartMessage
 
-#: In the order of what matters most: right answers, the limits, the goals, then the peers that one
-#: goal names.
-PARTS = {
-    "smoke": "compiler, one kernel and one graph, in seconds: whether anything below can run",
-    "check": "tokens of the engine and every kernel case, compared before anything is timed",
-    "floors": "copy bandwidth, product rate, launches",
-    "attention": "decode, prompt and mixed attention",
-    "steps": "whole decode steps of 1 to 32 seats, short contexts",
-    "quantised": "decode steps with weights in fp8, int8 and int4",
-    "prefill": "steps of one prompt, 512 to 8,192 rows",
-    "loop": "the engine in a closed loop, its host gap, and the batch that peers are given",
-    "serve": "jitney serve on random weights: until it is ready, then streams over HTTP",
-    "kernels-of-a-step": "each kernel of a decode step, by the profiler",
-    "graphs": "decode steps again, without CUDA graphs",
-    "cublas": "decode steps again, in bf16 and fp8, products by cuBLASLt alone",
-    "transformers": "transformers' continuous batching on the same batches of requests",
-    "crowds": "the batch with 1 to 256 streams",
-    "vllm": "vLLM on the same batches of requests",
-    "contexts": "decode steps of up to 256 seats and 32k contexts",
-    "products": "products with weights in each scheme",
-    "write": "norm, rotation and write of keys and values",
-    "sampling": "top-p threshold over the vocabulary",
-    "flashinfer": "prompt attention by FlashInfer's kernels, called as they would serve",
-}
-#: What must be in the environment of a part; it is added to what is there.
-_ENVIRONMENT = {
-    "graphs": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
-    # XLA's own products in Triton; our kernels are called whatever this says.
-    "cublas": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
-    # In a graph the profiler may see the graph alone.
-    "kernels-of-a-step": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
-}
-#: Parts about NVIDIA's GPUs alone.
-_OF_NVIDIA = ("graphs", "cublas")
-#: Parts without floors.
-_WITHOUT_FLOORS = {"smoke", "check", "serve", "kernels-of-a-step"}
 #: Seconds of one part, its process ended then: by these and `DevicePlan.TOTAL_S` a lease of half an
 #: hour holds the whole, and a call of ten minutes at least one part.
 _PART_S = 300.0
@@ -131,7 +96,7 @@ class DevicePlan:
         others are compared with.
         """
         first = ["smoke"]
-        if set(self.only) - _WITHOUT_FLOORS:
+        if any(PARTS[part].needs_floors for part in self.only):
             first.append("floors")
         return iter(dict.fromkeys([*first, *self.only] if self.only else PARTS))
 
@@ -272,14 +237,14 @@ class _Measuring:
         results = self.results
         assert results.about is not None  # else nothing is measured
         platform = results.about.platform
-        if part in _OF_NVIDIA and platform not in ("gpu", "cuda"):
+        if PARTS[part].nvidia and platform not in ("gpu", "cuda"):
             why = f"not run: it is about NVIDIA's GPUs, this is {platform}"
             yield _note(part, "all", why)
             return
         if part != "floors" and self.left <= _LEAST_S:
             yield _note(part, "all", f"not run: {Row.NO_TIME}")
             return
-        environment = {**results.plan.environment, **_extended(_ENVIRONMENT.get(part, {}))}
+        environment = {**results.plan.environment, **_extended(PARTS[part].environment)}
         limit_s = self._limit_of(part)
         yield from self.start(results.job(part, limit_s), environment)
 
@@ -316,7 +281,7 @@ class _Measuring:
 
 def _note(part: str, case: str, why: str) -> PartMessage:
     """A row for a part that has no figures."""
-    return PartMessage(row=Row(part=part, name=PARTS[part], case=case, by="", note=why))
+    return PartMessage(row=Row(part=part, name=PARTS[part].about, case=case, by="", note=why))
 
 
 def _extended(wanted: Mapping[str, str]) -> dict[str, str]:

@@ -32,7 +32,7 @@ _TRIAL_TOKENS = 512
 _CLIENTS = 4
 
 
-def _serving(job: PartJob) -> Tasks:
+def serving(job: PartJob) -> Tasks:
     """Two starts, the second of which finds what the first has compiled; then the streams."""
     row = job.row("ready, first start", f"{job.shape}, {job.dtype}", _BY)
     yield from where_installed(iter([Task(row, partial(_serve_rows, job))]), *_PACKAGES)
@@ -106,9 +106,3 @@ def _write_model(job: PartJob, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = hf_config(job.config, job.dtype)
     (folder / "config.json").write_text(json.dumps(config))
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "serve": _serving,
-}

@@ -27,7 +27,7 @@ _RUNS = 3
 _LIMIT = 1e-2
 
 
-def _smoke(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def smoke(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     row = job.row("smoke", "compiler, one kernel, one graph", sets[0].label)
     yield Task(row, partial(_smoke_row, sets[0], jnp.dtype(dtype).name))
 
@@ -69,9 +69,3 @@ def _graph_error() -> float:
         for _ in range(_PRODUCTS):
             wanted = np.tanh(wanted @ weights)
     return float(np.linalg.norm(np.asarray(result) - wanted) / np.linalg.norm(wanted))
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "smoke": _smoke,
-}

@@ -44,7 +44,7 @@ class _Spent:
         return sum(self.seconds)
 
 
-def _step_kernels(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def step_kernels(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """The decode step of most seats among the first, at the longest of the short contexts."""
     seats, context = max(job.sizes.steps[0]), max(job.sizes.contexts[0])
     model = RandomModel(job.config, sets[0], dtype)
@@ -110,9 +110,3 @@ def _events_of(planes: Sequence[Any]) -> Iterable[Any]:
             for line in plane.lines:
                 if line.name.startswith(_CPU_LINE):
                     yield from (one for one in line.events if not one.name.startswith(_AROUND))
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "kernels-of-a-step": _step_kernels,
-}

@@ -214,25 +214,25 @@ def _room_of(case: StepCase, page: int) -> int:
     return sum(math.ceil(length / page) * page for length in lengths)
 
 
-def _short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps of few seats and short contexts: what the goal is about."""
     model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
     yield from _decode_tasks(job, model, sizes.steps[:1], sizes.contexts[0])
 
 
-def _long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps of more seats, and of longer contexts."""
     model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
     yield from _decode_tasks(job, model, sizes.steps, sizes.contexts[1], sizes.contexts[0])
 
 
-def _library_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def library_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps of the weights that cuBLASLt multiplies as they are."""
-    yield from _short_steps(job, sets, dtype)
+    yield from short_steps(job, sets, dtype)
     yield from _narrow_steps(job, sets[0], dtype, "fp8")
 
 
-def _quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def quantised_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Decode steps with weights in 8 and 4 bits."""
     for weights in ("fp8", "int8", "int4"):
         yield from _narrow_steps(job, sets[0], dtype, weights)
@@ -286,7 +286,7 @@ def _goal_of(job: PartJob, seats: int, context: int) -> str:
     return "step" if short and job.part not in ("graphs", "cublas") else ""
 
 
-def _prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
+def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     """Steps of one prompt, whole."""
     kernels, sizes = sets[0], sorted(job.sizes.prefill)
     seats = min(8, sizes[0] // 2)
@@ -299,14 +299,3 @@ def _prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) ->
         row = job.row("prompt step", f"{rows:,} rows, {jnp.dtype(dtype)}", kernels.label)
         case = StepCase(bucket, (), ((0, rows),))
         yield Task(row, partial(_step_row, job, get, [bucket], case))
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "steps": _short_steps,
-    "graphs": _short_steps,
-    "cublas": _library_steps,
-    "contexts": _long_steps,
-    "quantised": _quantised_steps,
-    "prefill": _prefill_steps,
-}

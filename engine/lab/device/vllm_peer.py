@@ -18,7 +18,7 @@ from jitney.engine.lab.device.rows import PartJob, Row, Tasks
 _BY = "vLLM"
 
 
-def _batching(job: PartJob) -> Tasks:
+def batching(job: PartJob) -> Tasks:
     """`LLM.generate`, as many requests as streams, all at once."""
     get = cache(partial(_make_engine, job))
     yield from where_installed(job.batch_tasks(_BY, "", partial(_batch_row, job, get)), "vllm")
@@ -53,9 +53,3 @@ def _make_engine(job: PartJob) -> Any:
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
-
-
-#: Part -> what yields its tasks.
-TASKS = {
-    "vllm": _batching,
-}

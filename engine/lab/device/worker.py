@@ -11,12 +11,13 @@ import importlib
 import importlib.metadata
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
+from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row, Sizes, Tasks
 
 if TYPE_CHECKING:
@@ -24,26 +25,7 @@ if TYPE_CHECKING:
 
     from jitney.kernels.interface import KernelSet
 
-#: Part -> the module whose `TASKS` have it. Those in which jax does not start get no kernels.
-_OURS = {
-    "smoke": "smoke",
-    "check": "check",
-    "steps": "steps",
-    "graphs": "steps",
-    "cublas": "steps",
-    "attention": "kernels",
-    "loop": "loop",
-    "crowds": "loop",
-    "write": "kernels",
-    "sampling": "products",
-    "products": "products",
-    "contexts": "steps",
-    "prefill": "steps",
-    "quantised": "steps",
-    "flashinfer": "prompt_peers",
-    "kernels-of-a-step": "step_kernels",
-}
-_PEERS = {"serve": "serving", "transformers": "peers", "vllm": "vllm_peer"}
+_PACKAGE = "jitney.engine.lab.device"
 _PACKAGES = (
     "jitney",
     "jax",
@@ -86,17 +68,12 @@ def _lines_of(job: PartJob) -> Iterator[PartMessage]:
         _, dtype = _kernels_of(job)
         yield PartMessage(floors=_floors_in(dtype))
         return
-    if job.part in _PEERS:
-        tasks = _tasks_of(_PEERS[job.part], job)
-    else:
-        tasks = _tasks_of(_OURS[job.part], job, *_kernels_of(job))
+    part = PARTS[job.part]
+    module, _, name = part.tasks.partition(":")
+    make: Callable[..., Tasks] = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
+    tasks = make(job, *_kernels_of(job)) if part.starts_jax else make(job)
     for row in _rows_of(job, tasks):
         yield PartMessage(row=row)
-
-
-def _tasks_of(module: str, job: PartJob, *kernels: Any) -> Tasks:
-    tasks = importlib.import_module(f"jitney.engine.lab.device.{module}").TASKS
-    return tasks[job.part](job, *kernels)
 
 
 def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:

@@ -80,9 +80,8 @@ class FleetAssumptions:
     failures: Failures = field(default_factory=Failures)
     #: From the decision to start a replica until it is ready.
     start_s: float = 180.0
-    #: Each replica's settings of these names; seats are chosen, up to so many.
+    #: Most rows of a step, and the most seats that are chosen.
     token_budget: int = 2048
-    page_size: int = 16
     most_seats: int = 256
     #: Requests that one simulation has at most.
     most_requests: int = 10_000
@@ -114,7 +113,6 @@ class ReplicaKind:
             output=max(1, round(lengths.output)),
             itl_s=slowest,
             token_budget=how.token_budget,
-            page_size=how.page_size,
         )
         sizing = Sizing.of(self.roofline, load)
         allowed = [point for point in sizing.curve if point.seats <= how.most_seats]
@@ -132,7 +130,7 @@ class ReplicaKind:
             max_predicted_wait_s=60.0,
         )
         buckets = Buckets.of(max_seats=point.seats, token_budget=how.token_budget, on_device=True)
-        return point, EngineShape(limits, buckets, sizing.memory.pages + 1, how.page_size)
+        return point, EngineShape(limits, buckets, sizing.memory.pages + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,7 @@ class _Pattern(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Closed loop: `concurrency` requests are open at a time (0: all), all due at 0."""
-
-    concurrency: int = 0
+    """Closed loop: all requests are due at 0."""
 
     def times(self, rng: np.random.Generator, count: int) -> np.ndarray:
         return np.zeros(count)

@@ -33,14 +33,13 @@ from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.commands.bench_device import bench_device
 from jitney.engine.lab.device import check, timing
 from jitney.engine.lab.device import run as device_run
-from jitney.engine.lab.device.check import TASKS
+from jitney.engine.lab.device.check import checks
 from jitney.engine.lab.device.kernels import Contexts, _make_inputs, attend_row
+from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.report import _GOALS, DeviceReport
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row, Task
 from jitney.engine.lab.device.run import (
-    _ENVIRONMENT,
     _PART_S,
-    PARTS,
     DevicePlan,
     DeviceResults,
     _run_apart,
@@ -316,7 +315,7 @@ def test_answers_are_compared_before_anything_is_timed(found: tuple[DeviceResult
 
 def test_what_serves_is_compared_first():
     both = replace(reference(), experts=experts.experts)
-    rows = [task.row for task in TASKS["check"](job("check"), [both], jnp.dtype(jnp.bfloat16))]
+    rows = [task.row for task in checks(job("check"), [both], jnp.dtype(jnp.bfloat16))]
     kinds = [(r.name, r.name == "attention" and r.case.endswith("bfloat16")) for r in rows]
     assert [kind for kind, _ in itertools.groupby(kinds)] == [
         ("tokens of the engine", False),
@@ -333,7 +332,7 @@ def test_a_wrong_attention_is_wrong_in_tokens_and_cases():
         return reference().paged_attention(jnp.roll(q, 1, axis=1), *others, **options)
 
     broken = replace(reference(), name="broken", paged_attention=late)
-    tasks = {task.row.case: task for task in TASKS["check"](job("check"), [broken], jnp.float32)}
+    tasks = {task.row.case: task for task in checks(job("check"), [broken], jnp.float32)}
     for case in ("plain weights, float32", "mixed, float32"):
         (row,) = tasks[case].run(tasks[case].row)
         assert row.note.startswith("WRONG") and row.wrong and row.error
@@ -343,7 +342,7 @@ def test_a_wrong_attention_is_wrong_in_tokens_and_cases():
 
 def test_products_with_experts_are_compared_where_a_set_has_them():
     def tasks(kernels: KernelSet) -> dict[str, Task]:
-        found = TASKS["check"](job("check"), [kernels], jnp.float32)
+        found = checks(job("check"), [kernels], jnp.float32)
         return {task.row.case: task for task in found if task.row.name == "experts"}
 
     def late(x: jax.Array, *args: Any) -> jax.Array:
@@ -444,7 +443,10 @@ def test_parts_run_in_order_with_what_was_found_first():
 
 def test_xla_knows_the_options_of_the_parts():
     """It ends a process at an option that it does not know."""
-    options = [environment.get("XLA_FLAGS", "") for environment in _ENVIRONMENT.values()]
+    options = [
+        environment.get("XLA_FLAGS", "")
+        for environment in [part.environment for part in PARTS.values()]
+    ]
     done = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(options)},

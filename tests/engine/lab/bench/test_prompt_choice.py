@@ -123,7 +123,7 @@ def test_cases_that_it_does_not_take_are_no_wrong_answers():
         seconds=1.0,
     )
     named = dataclasses.replace(reference(), name="flashinfer")
-    tasks = {task.row.case: task for task in check.TASKS["check"](job, [named], jnp.bfloat16)}
+    tasks = {task.row.case: task for task in check.checks(job, [named], jnp.bfloat16)}
     for case, reason in (
         ("head dim 80, bfloat16", "it takes heads of 64, 128, 256, not 80"),
         ("mixed, float32", "it takes bfloat16 and float16, not float32"),
