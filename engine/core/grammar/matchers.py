@@ -124,7 +124,7 @@ class GrammarMatcher:
     #: Why there will be no more masks.
     _error: RequestError | None = None
     #: Number of output tokens so far; the last of them, which `_inner` has not consumed.
-    _taken: int = 0
+    _n_accepted: int = 0
     _fresh: list[int] = field(default_factory=list[int])
     #: The number at the end of the answer.
     _tail: bytes = b""

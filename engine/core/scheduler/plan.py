@@ -163,14 +163,14 @@ class Draft:
     #: One of its sequences is held to a grammar.
     masked: bool = False
     #: Prompts whose rows go before those of longer ones that came first.
-    passed: set[Sequence] = field(default_factory=set)
+    passed: set[Sequence] = field(default_factory=set["Sequence"])
     #: This and the lists: see `Plan`.
     cached_tokens: int = 0
-    chunks: list[Chunk] = field(default_factory=list)
-    boarded: list[Sequence] = field(default_factory=list)
-    fed: list[Sequence] = field(default_factory=list)
-    dropped: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    boarded: list[Sequence] = field(default_factory=list["Sequence"])
+    fed: list[Sequence] = field(default_factory=list["Sequence"])
+    dropped: list[Sequence] = field(default_factory=list["Sequence"])
+    preempted: list[Sequence] = field(default_factory=list["Sequence"])
 
     @property
     def prompt_chunks(self) -> list[Chunk]:
@@ -327,13 +327,13 @@ class Plan:
     #: What its time depends on, beside the bucket.
     work: StepWork
     #: Sequences that took their seat.
-    boarded: list[Sequence] = field(default_factory=list)
+    boarded: list[Sequence] = field(default_factory=list["Sequence"])
     #: Decoding sequences that got one more page.
-    fed: list[Sequence] = field(default_factory=list)
+    fed: list[Sequence] = field(default_factory=list["Sequence"])
     #: Sequences that gave back pages behind the model's window.
-    dropped: list[Sequence] = field(default_factory=list)
+    dropped: list[Sequence] = field(default_factory=list["Sequence"])
     #: Sequences that lost their seat.
-    preempted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list["Sequence"])
     #: Prompt tokens of the boarded whose KV was found in pages.
     cached_tokens: int = 0
     #: No client waits for any of its rows.
@@ -343,7 +343,7 @@ class Plan:
     #: How full the engine was when it was planned.
     occupancy: Occupancy = _EMPTY
     #: Logit rows whose tokens are chosen behind the step, under masks.
-    masked: list[MaskedRow] = field(default_factory=list)
+    masked: list[MaskedRow] = field(default_factory=list[MaskedRow])
 
     # What became of its rows; `Results.commit` counts.
     prefill: int = 0

@@ -121,7 +121,7 @@ class Sequence:
     #: -1 while not seated.
     seat: int = -1
     #: Physical pages of the first cache group in order; 0 for those dropped.
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list[int])
     #: Those of the other groups, while it is seated.
     windows: tuple[WindowPages, ...] = ()
     #: Of a model with recurrent layers, while it is seated.
@@ -135,7 +135,7 @@ class Sequence:
     #: so many positions behind `scheduled`.
     drafting: int = 0
     #: Under a grammar: the drafts behind the newest token, as the device has them.
-    drafts: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list[int])
     #: Drafts that the next step may check; of decoding sequences, written before each plan.
     lookahead: int = 0
     #: The share of its recent tokens that were drafted right.
@@ -180,7 +180,7 @@ class Sequence:
     root: bytes = b""
     #: None: all its pages may serve others.
     own_pages: OwnPages | None = None
-    keys: list[bytes] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list[bytes])
     #: Own pages offered to the prefix index.
     published: int = 0
     #: Prompt positions whose logits a launched step brings for prompt_logprobs, and what they

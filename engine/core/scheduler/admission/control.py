@@ -63,6 +63,11 @@ class _Work(NamedTuple):
         return cls(n, prompts + n * leader.expected)
 
 
+def _one_second(_: Sequence) -> float:
+    """Seconds in which a predicted wait falls by one second."""
+    return 1.0
+
+
 class _Bound(NamedTuple):
     """One of the bounds on what waits."""
 
@@ -310,8 +315,7 @@ class AdmissionControl:
                 f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
                 f"sequences waiting: {self._backlog.sequences}"
             )
-            # A predicted wait falls by a second in a second.
-            bounds.append(_Bound(wait, longest, lambda _: 1.0, reason, overflow=1.0, now=share))
+            bounds.append(_Bound(wait, longest, _one_second, reason, overflow=1.0, now=share))
         return bounds
 
     def _crowd_s(self, now: float) -> float:
