@@ -3,9 +3,9 @@ of each sequence, and what it computes in plain jax.numpy.
 
 Instead of keys and values a layer keeps a matrix for each head, its memory. A row decays the
 memory, reads the old value at its key, adds beta times the difference between the new value and the
-old one at that key, and reads at its query. Rows of
-a sequence are computed one after the other, always in the same order, so that the numbers do not
-depend on how a prompt was cut into chunks.
+old one at that key, and reads at its query. Here rows of a sequence are computed one after the
+other, always in the same order, so that the numbers do not depend on how a prompt was cut into
+chunks. On a GPU long pieces pass in chunks of positions: a cut within one changes last bits.
 
 Layers of short convolutions (`short_conv`) keep the inputs of theirs alike, and no memory; those of
 `jitney.kernels.mamba` keep both.

@@ -1,4 +1,4 @@
-"""Proof of recurrent layers: two steps of made-up sequences, compared with their definition."""
+"""Proof of recurrent layers: steps of made-up sequences, compared with their definition."""
 
 from __future__ import annotations
 
@@ -24,24 +24,31 @@ _LIMITS = (0.1, 2.0)
 
 
 def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """A step in which sequences begin, of the smallest mixed bucket, then one in which they decode,
-    of the largest; in slots that hold others' numbers. None without recurrent layers.
+    """Steps in which sequences begin and go on, of the smallest and the largest mixed bucket, then
+    one in which they decode, of the largest; in slots that hold others' numbers. None without
+    recurrent layers.
     """
     own = shapes.delta_net
     if own is None:
         return
     rng = np.random.default_rng(8)
     rows, seqs = shapes.steps.prompts[0]
-    count = min(_SEQUENCES, seqs, rows, shapes.steps.decode[-1])
-    lengths = [min(_PROMPT_ROWS, rows - count + 1), *[1] * (count - 1)]
+    decode = shapes.steps.decode[-1]
+    count = min(_SEQUENCES, seqs, rows, decode)
+    # A kernel may take longer steps in another way (`triton_gpu.delta_net.pass_rows`).
+    largest = shapes.steps.mixed[-1], shapes.steps.prompts[-1][1]
+    steps = [
+        (n_rows, n_seqs, [min(_PROMPT_ROWS, n_rows - count + 1), *[1] * (count - 1)])
+        for n_rows, n_seqs in dict.fromkeys(((rows, seqs), largest))
+    ]
+    steps.append((decode, decode, [1] * count))
     weights, call, define = _layer_of(kernels, own, rng, shapes.dtype)
-    texts = [_random_text(rng, own, length + 1, shapes.dtype) for length in lengths]
+    lengths = np.sum([counts for *_, counts in steps], axis=0)
+    texts = [_random_text(rng, own, length, shapes.dtype) for length in lengths]
+    defined = [define(*text) for text in texts]
     starts = [0] * count
     state = jax.tree.map(lambda array: array + 3, DeltaState.empty(own.state_shapes(count)))
-    for n_rows, n_seqs, counts in (
-        (rows, seqs, lengths),
-        (shapes.steps.decode[-1],) * 2 + ([1] * count,),
-    ):
+    for n_rows, n_seqs, counts in steps:
         x, rates = (
             _put_together([text[part] for text in texts], starts, counts, n_rows)
             for part in range(2)
@@ -51,9 +58,9 @@ def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
         got, state = step(jnp.asarray(x), rates, weights, state, meta)
         first = 0
         for number, own_count in enumerate(counts):
-            wanted = define(*texts[number])
             start = starts[number]
-            yield distance(got[first : first + own_count], wanted[start : start + own_count])
+            wanted = defined[number][start : start + own_count]
+            yield distance(got[first : first + own_count], wanted)
             first += own_count
             starts[number] += own_count
 

@@ -1,6 +1,6 @@
-"""Triton kernels of recurrent layers: the rows of each sequence through its memory, one after the
-other; and the row of a sequence that decodes, of a delta net from the convolution to the gates in
-two kernels, of Mamba-2 up to what is read in two.
+"""Triton kernels of recurrent layers: the rows of each sequence through its memory, in chunks or
+one after the other; and the row of a sequence that decodes, of a delta net from the convolution to
+the gates in two kernels, of Mamba-2 up to what is read in two.
 
 Axes as in `jitney.kernels.delta_net`; D and V are padded to powers of two.
 """
@@ -24,6 +24,184 @@ def _passed(kept, query, key, value, decay, beta, CORRECTS: tl.constexpr):
 
 
 @triton.jit
+def _product(a, b):
+    """a [..., M, K] times b [..., K, N] on tensor cores, as exact as in float32: each number is the
+    sum of two of TensorFloat-32. With one, which has 11 bits, what a row reads is off by up to 0.02
+    of it where keys are alike; with two of bfloat16 by 3e-4, with these by 1e-5.
+    """
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _chunk_passed(
+    kept, query, key, value, since, until, shares, changes, inside, CORRECTS: tl.constexpr
+):
+    """(memory kept [P, D / P, V] once a chunk of rows has passed, what they read [N, V]); query,
+    key [P, N, D / P], value [N, V]: those that are not `inside` [N] are zeros.
+
+    Dims are in P parts, of which warps multiply one each. since, until, shares and where `changes`
+    are: see `weigh_chunks`.
+    """
+    own = tl.sum(_product(query, kept), 0) * since[:, None]
+    if CORRECTS:
+        value -= tl.sum(_product(key, kept), 0) * since[:, None]
+    own += _product(shares, value)
+    if CORRECTS:
+        value = _product(tl.load(changes, mask=inside[:, None], other=0.0), value)
+    left = tl.min(tl.where(inside, since, 1.0), 0)
+    value = (value * until[:, None])[None, :, :]
+    value = tl.broadcast_to(value, kept.shape[0], value.shape[1], value.shape[2])
+    return kept * left + _product(tl.permute(key, (0, 2, 1)), value), own
+
+
+@triton.jit
+def weigh_chunks(
+    queries,
+    keys,
+    log_decay,
+    beta,
+    ends,
+    stops,
+    starts,
+    since,
+    until,
+    shares,
+    changes,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    DIMS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    PIECES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    FEW: tl.constexpr,
+    CORRECTS: tl.constexpr,
+):
+    """How the rows of a chunk act upon each other, for `pass_rows`, which has the other parameters;
+    program (block of FEW rows, value head): the chunk that has the block's first row, unless it has
+    that of an earlier block too, or fewer than FEW rows.
+
+    Row i changes the memory at its key by u_i = beta_i (r_i - the sum over j < i of d_ij (k_i k_j)
+    u_j): r_i is its value less what is left at its key of the memory of before the chunk, d_ij the
+    decay from behind row j to row i. So u = (I + L)^-1 diag(beta) r = `changes` r (the UT transform
+    of Yang et al. 2024, arXiv 2412.06464). Beside that memory row i reads the sum over j <= i of
+    d_ij (q_i k_j) u_j, `shares` r of all rows. Without a correction u is r, the values.
+
+    since, until [T, H]: how much is left of the memory of before the chunk behind each row, and of
+    a row's change behind the chunk. shares, changes [T, H, CHUNK]: the latter where CORRECTS.
+    log_decay [T, H]. DIMS: of keys, at a time. SEQUENCES, PIECES: S and K, padded. DOUBLINGS: CHUNK
+    is 2 to this.
+    """
+    row = tl.program_id(0) * FEW
+    head = tl.program_id(1)
+    numbers = tl.arange(0, SEQUENCES)
+    passed = tl.load(ends + 1 + numbers, mask=numbers < S, other=row + 1) <= row
+    sequence = tl.sum(passed.to(tl.int32), 0)
+    if sequence == S:
+        return
+    first = tl.load(ends + sequence)
+    numbers = tl.arange(0, PIECES)
+    cuts = first + tl.load(stops + sequence * K + numbers, mask=numbers < K, other=0)
+    begin = tl.max(tl.where(cuts <= row, cuts, first), 0)
+    end = tl.min(tl.where(cuts > row, cuts, tl.load(ends + sequence + 1)), 0)
+    zero = first - tl.load(starts + sequence)
+    chunk = zero + (row - zero) // CHUNK * CHUNK
+    begin = tl.maximum(begin, chunk)
+    end = tl.minimum(end, chunk + CHUNK)
+    if (end - begin < FEW) | (row - FEW >= begin):
+        return
+
+    group = head // (H // G)
+    places = tl.arange(0, CHUNK)
+    rows = chunk + places
+    inside = (rows >= begin) & (rows < end)
+    share = tl.zeros((CHUNK, CHUNK), tl.float32)
+    alike = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for first_dim in range(0, D, DIMS):
+        dims = first_dim + tl.arange(0, DIMS)
+        of_groups = (rows * G + group)[:, None] * D + dims[None, :]
+        in_group = inside[:, None] & (dims < D)[None, :]
+        key = tl.load(keys + of_groups, mask=in_group, other=0.0)
+        query = tl.load(queries + of_groups, mask=in_group, other=0.0)
+        share += _product(query, tl.trans(key))
+        if CORRECTS:
+            alike += _product(key, tl.trans(key))
+    of_head = rows * H + head
+    logs = tl.load(log_decay + of_head, mask=inside, other=0.0)
+    later = places[:, None] > places[None, :]
+    # Each span is summed by itself: differences of two long sums lose what is small.
+    spans = tl.cumsum(tl.where(later, logs[:, None], 0.0), 0)
+    decay = tl.where(later, tl.exp(spans), (places[:, None] == places[None, :]).to(tl.float32))
+    tl.store(since + of_head, tl.exp(tl.cumsum(logs, 0)), mask=inside)
+    last = tl.sum(tl.where(places[:, None] == CHUNK - 1, spans, 0.0), 0)
+    tl.store(until + of_head, tl.exp(last), mask=inside)
+
+    share *= decay
+    matrices = of_head[:, None] * CHUNK + places[None, :]
+    if CORRECTS:
+        rate = tl.load(beta + of_head, mask=inside, other=0.0)
+        lower = tl.where(later, alike * decay * rate[:, None], 0.0)
+        # The inverse of blocks twice as large, from those of their halves. The series of powers has
+        # terms up to 3e8 where keys are alike, and loses all digits.
+        inverse = (places[:, None] == places[None, :]).to(tl.float32)
+        for doubling in tl.static_range(DOUBLINGS):
+            halves = places >> doubling
+            below = (halves % 2 == 1)[:, None] & (halves[:, None] == halves[None, :] + 1)
+            between = tl.where(below, lower, 0.0)
+            inverse -= _product(_product(inverse, between), inverse)
+        change = inverse * rate[None, :]
+        share = _product(share, change)
+        tl.store(changes + matrices, change, mask=inside[:, None])
+    tl.store(shares + matrices, share, mask=inside[:, None])
+
+
+@triton.jit
+def _rows_passed(
+    kept,
+    begin,
+    end,
+    head,
+    dims,
+    columns,
+    queries,
+    keys,
+    values,
+    decay,
+    beta,
+    read,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    CORRECTS: tl.constexpr,
+):
+    """The memory kept once rows from `begin` up to `end` have passed, one after the other; see
+    `pass_rows`.
+    """
+    group = head // (H // G)
+    for row in range(begin, end):
+        of_group = (row * G + group) * D + dims
+        of_head = (row * H + head) * V + columns
+        key = tl.load(keys + of_group, mask=dims < D, other=0.0)
+        query = tl.load(queries + of_group, mask=dims < D, other=0.0)
+        value = tl.load(values + of_head, mask=columns < V, other=0.0)
+        kept, own = _passed(
+            kept,
+            query,
+            key,
+            value,
+            tl.load(decay + row * H + head),
+            tl.load(beta + row * H + head),
+            CORRECTS,
+        )
+        tl.store(read + of_head, own, mask=columns < V)
+    return kept
+
+
+@triton.jit
 def pass_rows(
     queries,
     keys,
@@ -35,6 +213,10 @@ def pass_rows(
     reads,
     writes,
     starts,
+    since,
+    until,
+    shares,
+    changes,
     memory,
     read,
     G: tl.constexpr,
@@ -45,6 +227,9 @@ def pass_rows(
     M: tl.constexpr,
     DIMS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FEW: tl.constexpr,
     CORRECTS: tl.constexpr,
 ):
     """queries and keys [T, G, D], values [T, H, V], decay and beta [T, H] through memory
@@ -54,6 +239,11 @@ def pass_rows(
     ends [S + 1], stops, reads and writes [S, K], starts [S]: see `DeltaSequences`. DIMS, COLUMNS:
     D, and columns of a block, padded. CORRECTS: beta is read, and values replace what is known at
     their keys.
+
+    A piece's rows from one position that CHUNK divides to the next are a chunk and pass at once, by
+    what `weigh_chunks` found, so that they have the same bits in any step that has all of them;
+    fewer than FEW pass one after the other. CHUNK 0: so do all, and those arrays are not read.
+    PART: dims that a warp multiplies of a chunk.
     """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -71,25 +261,83 @@ def pass_rows(
     slot = tl.load(reads + sequence * K).to(tl.int64)
     kept = tl.load(memory + slot * H * D * V + cells, mask=inside, other=0.0)
     kept = tl.where(tl.load(starts + sequence) > 0, kept, 0.0)
+    zero = first - tl.load(starts + sequence)
+    places = tl.arange(0, max(CHUNK, 1))
+    dims_of_parts = tl.reshape(dims, (DIMS // PART, 1, PART))
     begin = first
-    for piece in tl.static_range(K):
+    for piece in range(K):
         end = first + tl.load(stops + sequence * K + piece)
-        for row in range(begin, end):
-            of_group = (row * G + group) * D + dims
-            of_head = (row * H + head) * V + columns
-            key = tl.load(keys + of_group, mask=in_dims, other=0.0)
-            query = tl.load(queries + of_group, mask=in_dims, other=0.0)
-            value = tl.load(values + of_head, mask=in_columns, other=0.0)
-            kept, own = _passed(
+        many = end
+        behind = end
+        if CHUNK > 0:
+            # Rows before `many` and from `behind` on are few of their chunks.
+            many = tl.minimum(end, zero + tl.cdiv(begin - zero, CHUNK) * CHUNK)
+            behind = tl.maximum(many, zero + (end - zero) // CHUNK * CHUNK)
+            many = tl.where(many - begin < FEW, many, begin)
+            behind = tl.where(end - behind < FEW, behind, end)
+        kept = _rows_passed(
+            kept,
+            begin,
+            many,
+            head,
+            dims,
+            columns,
+            queries,
+            keys,
+            values,
+            decay,
+            beta,
+            read,
+            G,
+            H,
+            D,
+            V,
+            CORRECTS,
+        )
+        if CHUNK > 0:
+            parts = tl.reshape(kept, (DIMS // PART, PART, COLUMNS))
+            for chunk in range((many - zero) // CHUNK, tl.cdiv(behind - zero, CHUNK)):
+                rows = zero + chunk * CHUNK + places
+                in_chunk = (rows >= many) & (rows < behind)
+                in_group = in_chunk[None, :, None] & (dims_of_parts < D)
+                in_head = in_chunk[:, None] & in_columns[None, :]
+                of_groups = (rows * G + group)[None, :, None] * D + dims_of_parts
+                of_heads = rows * H + head
+                of_values = of_heads[:, None] * V + columns[None, :]
+                matrices = of_heads[:, None] * CHUNK + places[None, :]
+                parts, own = _chunk_passed(
+                    parts,
+                    tl.load(queries + of_groups, mask=in_group, other=0.0),
+                    tl.load(keys + of_groups, mask=in_group, other=0.0),
+                    tl.load(values + of_values, mask=in_head, other=0.0),
+                    tl.load(since + of_heads, mask=in_chunk, other=0.0),
+                    tl.load(until + of_heads, mask=in_chunk, other=0.0),
+                    tl.load(shares + matrices, mask=in_chunk[:, None], other=0.0),
+                    changes + matrices,
+                    in_chunk,
+                    CORRECTS,
+                )
+                tl.store(read + of_values, own, mask=in_head)
+            kept = tl.reshape(parts, (DIMS, COLUMNS))
+            kept = _rows_passed(
                 kept,
-                query,
-                key,
-                value,
-                tl.load(decay + row * H + head),
-                tl.load(beta + row * H + head),
+                behind,
+                end,
+                head,
+                dims,
+                columns,
+                queries,
+                keys,
+                values,
+                decay,
+                beta,
+                read,
+                G,
+                H,
+                D,
+                V,
                 CORRECTS,
             )
-            tl.store(read + of_head, own, mask=in_columns)
         slot = tl.load(writes + sequence * K + piece).to(tl.int64)
         if slot < M:
             tl.store(memory + slot * H * D * V + cells, kept, mask=inside)

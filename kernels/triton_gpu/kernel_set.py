@@ -60,6 +60,12 @@ _FEW_COLUMNS = 4096
 _FP8_SINCE = 89
 #: Columns of a memory that a program keeps in registers: 32 of a thread's, with 128 rows.
 _DELTA_COLUMNS = 32
+#: Rows of a chunk, at most and at least: fewer pass one after the other.
+_DELTA_CHUNK, _FEW_OF_CHUNK = 32, 8
+#: Numbers of its keys that are multiplied at a time: all of them would spill registers.
+_CHUNK_DIMS = 32
+#: What is left of a memory that has decayed wholly: its log is finite.
+_LEAST_DECAY = 1e-30
 #: Inputs of a convolution that a program keeps.
 _KEPT_CHANNELS = 512
 #: Inputs of a product, at least.
@@ -304,33 +310,66 @@ class TritonKernels:
     ) -> tuple[jax.Array, jax.Array]:
         """See `jitney.kernels.delta_net.Recur`; what is read in rows of padding is undefined."""
         n_slots, n_heads, dim, width = memory.shape
-        columns = min(_power_of_two(width), _DELTA_COLUMNS)
+        n_rows, n_seqs = len(rows.decay), len(sequences.starts)
+        columns = max(min(_power_of_two(width), _DELTA_COLUMNS), _LEAST_INPUTS)
+        dims = max(_power_of_two(dim), _LEAST_INPUTS)
+        beta = rows.decay if rows.beta is None else rows.beta  # unread then
+        # As many sequences as rows are of decode rows and drafts.
+        is_chunked = n_seqs < n_rows >= _DELTA_CHUNK
+        weights = self._weights_of_chunks(rows, sequences) if is_chunked else [beta] * 4  # unread
         kept = jax.new_ref(memory)
         read = self.launch(
             delta_net.pass_rows,
             *rows[:-1],
-            rows.decay if rows.beta is None else rows.beta,  # unread then
+            beta,
             sequences.ends,
             sequences.stops,
             sequences.reads,
             sequences.writes,
             sequences.starts,
+            *weights,
             kept,
             out=jax.ShapeDtypeStruct(rows.values.shape, jnp.float32),
-            grid=(len(sequences.starts), n_heads, -(-width // columns)),
-            warps=4,
-            stages=1,
-            G=rows.keys.shape[1],
-            H=n_heads,
-            D=dim,
+            grid=(n_seqs, n_heads, -(-width // columns)),
+            warps=8 if is_chunked else 4,
+            stages=2 if is_chunked else 1,
             V=width,
-            K=sequences.stops.shape[1],
             M=n_slots,
-            DIMS=_power_of_two(dim),
+            DIMS=dims,
             COLUMNS=columns,
-            CORRECTS=rows.beta is not None,
+            PART=max(dims // 4, _LEAST_INPUTS),
+            CHUNK=_DELTA_CHUNK if is_chunked else 0,
+            **_chunk_sizes(rows, sequences),
         )
         return read, jax.freeze(kept)
+
+    def _weights_of_chunks(self, rows: DeltaRows, sequences: DeltaSequences) -> list[jax.Array]:
+        """Launch `delta_net.weigh_chunks`."""
+        n_rows, n_heads = rows.decay.shape
+        vectors = jax.ShapeDtypeStruct((n_rows, n_heads), jnp.float32)
+        matrices = jax.ShapeDtypeStruct((n_rows, n_heads, _DELTA_CHUNK), jnp.float32)
+        corrects = rows.beta is not None
+        return self.launch(
+            delta_net.weigh_chunks,
+            rows.queries,
+            rows.keys,
+            jnp.log(jnp.maximum(rows.decay, _LEAST_DECAY)),
+            rows.beta if corrects else rows.decay,  # unread then
+            sequences.ends,
+            sequences.stops,
+            sequences.starts,
+            out=[vectors, vectors, matrices, matrices if corrects else vectors],
+            grid=(-(-n_rows // _FEW_OF_CHUNK), n_heads),
+            warps=4,
+            stages=1,
+            S=len(sequences.starts),
+            DIMS=_CHUNK_DIMS,
+            SEQUENCES=_power_of_two(len(sequences.starts)),
+            PIECES=_power_of_two(sequences.stops.shape[1]),
+            CHUNK=_DELTA_CHUNK,
+            DOUBLINGS=_DELTA_CHUNK.bit_length() - 1,
+            **_chunk_sizes(rows, sequences),
+        )
 
     def rotate_and_write(
         self,
@@ -850,6 +889,19 @@ def _row_sizes(x: jax.Array, state: DeltaState) -> dict[str, int]:
     """Constants that all kernels of a decode row have; see `delta_net.pass_row`."""
     n_slots, n_taps, channels = state.taps.shape
     return {"X": x.shape[1], "C": channels, "W": n_taps, "M": n_slots}
+
+
+def _chunk_sizes(rows: DeltaRows, sequences: DeltaSequences) -> dict[str, Any]:
+    """Constants that `delta_net.weigh_chunks` and `pass_rows` have."""
+    _, groups, dim = rows.keys.shape
+    return {
+        "G": groups,
+        "H": rows.decay.shape[1],
+        "D": dim,
+        "K": sequences.stops.shape[1],
+        "FEW": _FEW_OF_CHUNK,
+        "CORRECTS": rows.beta is not None,
+    }
 
 
 def _rows_are_sequences(n_rows: int, sequences: DeltaSequences, meta: AttentionMeta) -> bool:

@@ -14,6 +14,7 @@ from jitney.kernels import definitions
 from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.mamba import MambaWeights
+from jitney.kernels.proof_shapes import distance
 
 #: Of the norm of what a head reads.
 EPS = 1e-5
@@ -309,6 +310,48 @@ def from_checkpoints(kernel: Any, sizes: Sizes) -> dict[str, Any]:
     return {
         "error": error,
         "untouched": np.asarray(state.lengths)[[0, 6, 3]].tolist() == [37, 42, 42],
+    }
+
+
+def of_every_length(kernel: Any, sizes: Sizes) -> dict[str, Any]:
+    """Prompts of many lengths and an empty one in a step, then further rows of each: the greatest
+    distance of any row from the definition, in its root mean square, whether the other slots hold
+    what they held, and whether the longest prompt has the same bits alone, and cut where a chunk
+    ends. One head forgets at once, another hardly ever; one prompt is one row over and over.
+    """
+    lengths, later = (15, 1, 16, 0, 63, 64, 65, 200), (200, 3, 65, 0, 8, 31, 33, 40)
+    sizes = sizes._replace(slots=10)
+    rng = np.random.default_rng(8)
+    weights = draw_weights(sizes, rng)
+    speeds = weights.log_decay.at[:2].set(jnp.array([4.0, -12.0]))
+    weights = weights._replace(log_decay=speeds)
+    texts = [
+        Text.draw(sizes, rng, slot, sum(counts))
+        for slot, counts in enumerate(zip(lengths, later, strict=True))
+    ]
+    texts[5].x[:], texts[5].rates[:, : sizes.heads] = texts[5].x[0], 8.0
+    steps = [Step(list(zip(texts, counts, strict=True)), 448, 9) for counts in (lengths, later)]
+    outputs, state = run(kernel, steps, sizes, weights)
+    longest = Text(8, texts[-1].x, texts[-1].rates)
+    cut = Text(9, texts[-1].x, texts[-1].rates)
+    alone, *pieces = run(
+        kernel,
+        [Step([(longest, 200)], 448, 9)] + [Step([(cut, n)], 448, 9) for n in (96, 104)],
+        sizes,
+        weights,
+    )[0]
+    own = outputs[0][sum(lengths) - 200 : sum(lengths)]
+    ends = np.cumsum([lengths, later], axis=1)
+    errors = []
+    for text, *counts, end, later_end in zip(texts, lengths, later, *ends, strict=True):
+        if counts[0]:
+            rows = outputs[0][end - counts[0] : end], outputs[1][later_end - counts[1] : later_end]
+            errors.append(distance(np.concatenate(rows), definition(sizes, weights, text)))
+    return {
+        "error": float(np.max(errors)),
+        "untouched": bool(np.isnan(np.asarray(state.memory)[[3, 8, 9]]).all()),
+        "same": np.array_equal(alone[:200], own)
+        and np.array_equal(np.concatenate([pieces[0][:96], pieces[1][:104]]), own),
     }
 
 

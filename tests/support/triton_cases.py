@@ -19,7 +19,15 @@ from triton_interpreter import Interpreted  # first: decides how kernels are mad
 import jax
 import jax.numpy as jnp
 import numpy as np
-from delta_nets import Sizes, after_drafts, from_checkpoints, in_pieces, of_mamba, row_by_row
+from delta_nets import (
+    Sizes,
+    after_drafts,
+    from_checkpoints,
+    in_pieces,
+    of_every_length,
+    of_mamba,
+    row_by_row,
+)
 from flashinfer_reader import attend_by
 from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
@@ -549,6 +557,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         f"delta net: row by row, {sizes}": lambda sizes=sizes: row_by_row(KERNELS.delta_net, sizes)
         for sizes in (Sizes(), Sizes(1, 4, 64, 40, 3), Sizes(1, 2, 128, 64))
     },
+    "delta net: of every length": lambda: of_every_length(KERNELS.delta_net, Sizes(1, 2)),
+    "delta net: of every length, of Mamba": lambda: of_every_length(
+        of_mamba(KERNELS.mamba), Sizes(1, 2, corrects=False)
+    ),
     "delta net: checkpoints": lambda: from_checkpoints(KERNELS.delta_net, Sizes()),
     "delta net: drafts": lambda: after_drafts(KERNELS.delta_net, Sizes()),
     "threshold: small vocabulary": lambda: check_threshold(spread_rows, 12, 500),

@@ -163,11 +163,18 @@ def test_the_most_choices_of_experts(sm: int, rows: int, experts: int, clusters:
     assert not any(kernel.spilled for kernel in made)
 
 
-@pytest.mark.parametrize("rows,names", [(512, ["pass_rows"]), (8, ["pass_row", "close_row"])])
+@pytest.mark.parametrize(
+    "rows,names",
+    [
+        (512, ["weigh_chunks", "pass_rows"]),
+        (16, ["pass_rows"]),
+        (8, ["pass_row", "close_row"]),
+    ],
+)
 @pytest.mark.parametrize("sm", SHARED)
 def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int, rows: int, names: list[str]):
-    """Qwen3.5's heads: a program has 128 x 32 numbers, 32 registers of each of its 128 threads.
-    Eight sequences, with checkpoints among more rows.
+    """Qwen3.5's heads: a program has 128 x 32 numbers, 32 registers of each of its 128 threads, and
+    of chunks of rows 16 of 256. Eight sequences, with checkpoints among more rows.
     """
 
     def use(launch):
@@ -184,20 +191,24 @@ def test_a_recurrent_layer_keeps_its_memory_in_registers(sm: int, rows: int, nam
     assert all(one.spilled == 0 and one.shared <= SHARED[sm] for one in made)
 
 
+@pytest.mark.parametrize(
+    "rows,names",
+    [(512, ["weigh_chunks", "pass_rows"]), (8, ["pass_mamba_row", "keep_row"])],
+)
 @pytest.mark.parametrize("sm", SHARED)
-def test_a_layer_of_mamba_keeps_its_memory_in_registers(sm: int):
+def test_a_layer_of_mamba_keeps_its_memory_in_registers(sm: int, rows: int, names: list[str]):
     """Nemotron 3 Nano's heads: 128 x 64 numbers, of which a program has half."""
 
     def use(launch):
         state = DeltaState.empty(((8, 4, 6144), (8, 64, 128, 64), (8,)))
         taps = jnp.zeros((4, 6144), "bfloat16")
         weights = MambaWeights(taps, taps[0], jnp.zeros(64), jnp.zeros(64), jnp.ones(64))
-        x = jnp.zeros((8, 6144 + 64), "bfloat16")
+        x = jnp.zeros((rows, 6144 + 64), "bfloat16")
         limits = 0.0, math.inf
-        TritonKernels(launch).mamba(x, weights, state, meta_of_eight(8), limits=limits)
+        TritonKernels(launch).mamba(x, weights, state, meta_of_eight(rows), limits=limits)
 
     made = [compile_call(call, sm) for call in record(sm, use)]
-    assert [one.name for one in made] == ["pass_mamba_row", "keep_row"]
+    assert [one.name for one in made] == names
     assert all(one.spilled == 0 and one.shared <= SHARED[sm] for one in made)
 
 

@@ -131,6 +131,14 @@ def test_recurrent_layers_are_their_recurrence(results: dict[str, dict[str, Any]
     assert all(case["error"] < 1e-3 and case["untouched"] for case in cases.values()), cases
 
 
+def test_a_prompt_has_the_same_bits_alone_and_cut_between_chunks(
+    results: dict[str, dict[str, Any]],
+):
+    cases = of_kind(results, "delta net")
+    same = {name: case["same"] for name, case in cases.items() if "every length" in name}
+    assert len(same) == 2 and all(same.values())
+
+
 def test_cuts_are_those_that_sorting_finds(results: dict[str, dict[str, Any]]):
     assert not {
         name: case["wrong"] for name, case in of_kind(results, "threshold").items() if case["wrong"]
