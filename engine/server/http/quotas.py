@@ -97,7 +97,7 @@ class Shares:
     #: Plural name of the things, for the message; and the error's code.
     things: str
     code: str
-    _taken: Counter[str] = field(default_factory=Counter[str], init=False)
+    _n_open: Counter[str] = field(default_factory=Counter[str], init=False)
 
     @contextmanager
     def one_of(self, client: str) -> Iterator[None]:

@@ -34,7 +34,7 @@ class TimeSlices:
 
     _open = 0
     #: The slice of this turn, or of the next one, is assigned to a task.
-    _taken = False
+    _is_assigned = False
     #: Tasks that were resumed and have not run yet; the first one to run begins a slice.
     _called = 0
     _has_begun = True
