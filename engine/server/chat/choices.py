@@ -1,4 +1,4 @@
-"""The sequences of one request on their way to the client: tokens in, text and its meaning out."""
+"""Turns the tokens of a request's sequences into text, thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jitney.engine.server.chat.conversation.thoughts import AssistantParser
 from jitney.engine.server.chat.generation_request import EncodedPrompt, GenerationRequest
 from jitney.engine.server.http.slices import Work
 
-#: Why a choice ended, as answers say it.
+#: Reason for the end of a choice, in OpenAI's words.
 type Ending = Literal["stop", "length"]
 
 #: Tokens of a prompt that are turned into text between two stops of `TimeSlices`.
@@ -32,12 +32,12 @@ _ECHO_TOKENS = 64
 
 
 class _Scores:
-    """Log-probabilities in columns: 250 bytes a token with 20 alternatives; objects: a thousand."""
+    """Log-probabilities in columns: 250 bytes per token with 20 alternatives (objects: 1,000)."""
 
     def __init__(self, width: int):
         #: Most alternatives stored per token.
         self.width = width
-        #: float64[n]: the token's own; NaN where nothing is known.
+        #: float64[n]: the token's own; NaN if unknown.
         self.chosen = array("d")
         #: int32[n * width], float64[n * width]: the most likely tokens, id -1 where there are
         #: fewer.
@@ -80,14 +80,14 @@ def _scores(width: int | None) -> _Scores | None:
     return None if width is None else _Scores(width)
 
 
-# Structs, of which three are made for each token: a dataclass takes three times as long.
+# Structs: three are made per token, and a dataclass takes three times as long.
 class TokenList(msgspec.Struct):
-    """Tokens as lists of log-probabilities show them: three columns of one length."""
+    """Tokens with text offsets and log-probabilities: three columns of equal length."""
 
     ids: list[int]
-    #: Character position in the text at which each begins.
+    #: Offset of each token in the text, in characters.
     offsets: list[int]
-    #: None where log-probabilities are not wanted.
+    #: None if log-probabilities were not requested.
     scores: _Scores | None
 
     @classmethod
@@ -96,7 +96,7 @@ class TokenList(msgspec.Struct):
         return cls([], [], _scores(width))
 
     def cleared(self) -> TokenList:
-        """None, with room for the same scores."""
+        """An empty list with the same columns."""
         return TokenList([], [], None if self.scores is None else _Scores(self.scores.width))
 
     def __len__(self) -> int:
@@ -113,13 +113,13 @@ class TokenList(msgspec.Struct):
 class ChoiceDelta(msgspec.Struct):
     """New tokens, text and events of one choice."""
 
-    #: All tokens, whether their text is final or still held back.
+    #: All new tokens, also those whose text is still held back.
     tokens: TokenList
     #: Text that is final, markers included.
     text: str = ""
-    #: Events in that text, where the request has a parser (chats do).
+    #: Events in that text, if the request has a parser (chats do).
     events: list[AssistantEvent] = []
-    #: Why it ended, if it did.
+    #: Reason for its end; None: it goes on.
     finish: Ending | None = None
 
     def extend(self, more: ChoiceDelta) -> None:
@@ -131,18 +131,20 @@ class ChoiceDelta(msgspec.Struct):
 
 @dataclass(slots=True)
 class PromptEcho:
-    """A prompt as `echo` repeats it."""
+    """A prompt, as repeated in the answer with `echo`."""
 
     text: str
     tokens: TokenList
     #: As wide as `prompt_logprobs` asks for; None where it does not.
     scores: _Scores | None = None
-    #: They come with the first output token, and become `tokens.scores` and `scores`.
+    #: Both are filled with the first output token, and become `tokens.scores` and `scores`.
     logprobs: PromptLogprobs | None = None
 
     @classmethod
     def blank(cls, request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
-        """Its scores are those that are shown: `logprobs` counts for a prompt only with `echo`."""
+        """An empty echo with the requested scores; `logprobs` applies to a prompt only with
+        `echo`.
+        """
         shown = _scores(request.top_logprobs if request.echo else None)
         return cls("", TokenList(prompt.ids, [], shown), _scores(request.prompt_logprobs))
 
@@ -172,7 +174,7 @@ class PromptEcho:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence on its way to the client."""
+    """One sequence of an answer."""
 
     #: Position among all choices of the answer.
     index: int
@@ -183,17 +185,17 @@ class Choice:
     stream: TextStream
     #: Tokens whose text is held back.
     unsent: TokenList
-    #: Says what the text means; None where the text is all.
+    #: Parser of the text; None: the answer is plain text.
     parser: AssistantParser | None = None
-    #: Reads the texts of custom tools; None where there are no such tools.
+    #: Reads the inputs of custom tools; None: there are no such tools.
     inputs: CustomInputs | None = None
-    #: Calls of tools after which it ends; None: as many as it makes.
+    #: Number of tool calls after which it ends; None: unlimited.
     most_calls: int | None = None
     #: Calls of tools so far.
     n_calls: int = 0
-    #: Tokens that came.
+    #: Output tokens received.
     n_tokens: int = 0
-    #: Sum of their log-probabilities, if they are asked for.
+    #: Sum of their log-probabilities, if requested.
     cumulative: float = 0.0
     #: Why it ended; None while it goes on.
     finish: FinishReason | None = None
@@ -205,9 +207,9 @@ class Choice:
     started: bool = False
     #: time.monotonic() of its newest token; 0 before the first.
     tokens_at: float = 0.0
-    #: The same of its first token.
+    #: The same for its first token.
     first_at: float = 0.0
-    #: Seconds that it waited for a seat, and from there to its first token; None before that.
+    #: Seconds it waited for a seat, and from boarding to its first token; None before that.
     queued_s: float | None = None
     prefill_s: float | None = None
 
@@ -244,7 +246,7 @@ class Choice:
         return self.finish if self.finish in ("stop", "length") else None
 
     def accept(self, output: SequenceOutput) -> ChoiceDelta | None:
-        """Add an output; None while nothing can be shown (half a character or stop string)."""
+        """Add an output. None if no text is final yet (part of a character or of a stop string)."""
         if self.parser is None:
             text = self._push(output).text
             return self._delta(text, []) if text or self.finish is not None else None
@@ -267,7 +269,7 @@ class Choice:
         return more
 
     def _delta(self, text: str, events: list[AssistantEvent]) -> ChoiceDelta:
-        """This, with the tokens whose text was held back."""
+        """A delta of text and events, with the tokens whose text was held back."""
         delta = ChoiceDelta(self.unsent, text, events, self.ending)
         self.unsent = self.unsent.cleared()
         self.is_shown = True
@@ -292,7 +294,7 @@ class Choice:
         return events
 
     def _count(self, output: SequenceOutput, text: TextDelta) -> None:
-        """Take the tokens that count, which a stop string may have cut."""
+        """Add an output's tokens, except those after a stop string."""
         self.n_tokens += text.tokens
         self.unsent.ids += output.tokens[: text.tokens]
         self.unsent.offsets += text.offsets
@@ -309,7 +311,7 @@ type Deltas = list[tuple[Choice, ChoiceDelta]]
 
 
 def merged(deltas: Deltas) -> Deltas:
-    """One delta for each choice: a stream that is behind sends what it owes in one event."""
+    """Merge deltas to one per choice, so that a slow stream catches up in one event."""
     by_choice: dict[int, tuple[Choice, ChoiceDelta]] = {}
     for choice, delta in deltas:
         if choice.index in by_choice:
@@ -322,7 +324,7 @@ def merged(deltas: Deltas) -> Deltas:
 
 
 def _one_by_one(output: SequenceOutput) -> Iterator[SequenceOutput]:
-    """An output as several with one token each, so that whose text is what is known exactly."""
+    """Split an output into outputs of one token, so that each token's text is known exactly."""
     if len(output.tokens) < 2:
         yield output
         return

@@ -1,4 +1,4 @@
-"""The content of a message as one text: what stands for parts that a text model cannot read."""
+"""The content of a message as one text; notes replace parts that a text model cannot read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Content(NamedTuple):
     text: str
     #: Types of the parts for which only a note stands in the text.
     replaced: tuple[str, ...] = ()
-    #: Whether notes are all that stands in it.
+    #: Whether the text consists of notes only.
     is_lost: bool = False
 
 
@@ -37,7 +37,9 @@ def content_of(value: JsonValue) -> Content:
 
 
 def refuse_lost(content: Content, param: str) -> None:
-    """Raise RequestError if the newest message has no text at all; elsewhere a note stands in."""
+    """Raise RequestError if the newest message has only notes. In earlier messages notes will
+    do.
+    """
     if content.is_lost:
         raise RequestError(
             f"this model reads text only, and the newest message is nothing but "
@@ -48,7 +50,7 @@ def refuse_lost(content: Content, param: str) -> None:
 
 
 def is_content(kind: str | None) -> bool:
-    """Whether a part of this type can be said in words."""
+    """Whether a part of this type can be turned into text."""
     return kind in _READERS
 
 
@@ -65,7 +67,7 @@ def _part(place: int, part: JsonValue) -> Content:
 
 
 def _replaced(part: JsonDict) -> Content:
-    """A note in the place of what no text model can read. No URL is ever fetched."""
+    """A note that replaces a part which no text model can read. URLs are never fetched."""
     kind = part["type"]
     titles = [part.get("title"), part.get("filename")]
     name = next((f" {title!r}" for title in titles if isinstance(title, str)), "")

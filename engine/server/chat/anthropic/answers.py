@@ -17,7 +17,7 @@ class TextContent(ResponseModel, tag_field="type", tag="text"):
 
 
 class ThinkingContent(ResponseModel, tag_field="type", tag="thinking"):
-    """The model's thoughts before its answer. signature: present, without a meaning here."""
+    """The model's thoughts before its answer. signature: required by clients, unused here."""
 
     thinking: str = ""
     signature: str = ""
@@ -35,14 +35,14 @@ type Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class ThinkingTokens(ResponseModel):
-    """The share of the output that was thoughts."""
+    """Output tokens that were thoughts."""
 
     thinking_tokens: int
 
 
 class MessageUsage(ResponseModel, kw_only=True):
-    """Tokens of a message. Those that were cached are no part of input_tokens; what is written to
-    the prefix cache is not counted.
+    """Tokens of a message. input_tokens excludes cached tokens; writes to the prefix cache are
+    not counted.
     """
 
     input_tokens: int

@@ -57,7 +57,7 @@ class _ContentBlocks:
         self._texts: list[str] = []
 
     def push(self, event: AssistantEvent) -> Iterator[BlockEvent]:
-        """One more event of the model's turn, and what a stream says of it."""
+        """Add an event of the model's turn; returns the events of the stream."""
         match event:
             case ToolCallStart():
                 yield from self._begin(ToolUseContent(event.id, event.name, {}))

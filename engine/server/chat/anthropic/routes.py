@@ -74,7 +74,7 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
     service.check_model(body.model)
     notes = Context.of(request).notes
     builder = RequestBuilder(service, body, Context.of(request))
-    builder.sampling({})  # what a message is refused for is refused here too
+    builder.sampling({})  # raises the same errors as /v1/messages
     conversation = await service.slices.result(_conversation_of(body, service, notes))
     prompt = await conversation.prompt(service, notes)
     return json_answer(CountAnswer(len(prompt.ids)))
@@ -83,11 +83,11 @@ async def _count_tokens(service: Service, request: Request) -> ASGIApp:
 def _conversation_of(body: CountTokensBody, service: Service, notes: Notes) -> Work[Conversation]:
     messages = yield from _template_messages(body, notes)
     if len(messages) > 1 and _is_empty_turn(messages[-1]):
-        messages.pop()  # there is nothing to go on with
+        messages.pop()  # an empty turn cannot be continued
     budget = None if body.thinking is None else body.thinking.budget_tokens
     end = service.turns.format.thoughts_end
     if budget is not None and end is not None and end not in service.turns.special_texts:
-        notes.ignored.append("thinking.budget_tokens")  # it cannot be kept to the token
+        notes.ignored.append("thinking.budget_tokens")  # cannot be enforced exactly
         budget = None
     return Conversation(
         kind=_kind_of(body),
@@ -162,7 +162,7 @@ def _add_assistant(messages: list[JsonDict], message: MessageParam) -> None:
 
 
 def _say(messages: list[JsonDict], role: str, text: str) -> JsonDict:
-    """The message of this role that says the text: the last one, if it has the role."""
+    """Add the text to the last message if it has this role, else to a new one; returns it."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
     last = messages[-1]

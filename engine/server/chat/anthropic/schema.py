@@ -39,13 +39,13 @@ class TextBlock(Part):
 
 
 class WrittenBlock(TextBlock):
-    """Text in the place of a block of another type."""
+    """Text that replaces a block of another type."""
 
     content: Content
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Types of what the text does not say."""
+        """Types of the content that the text omits."""
         return self.content.replaced
 
 
@@ -88,12 +88,12 @@ class ToolResultBlock(Part):
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Types of the parts for which only a note stands in the text."""
+        """Types of the parts that the text replaces by a note."""
         return self.content.replaced
 
 
 class OtherBlock(Part):
-    """A block that only the provider which wrote it can read: it is left out."""
+    """A block that only its own provider can read; it is left out."""
 
     type: str
 
@@ -162,7 +162,7 @@ class MessageParam(Part):
 
     @property
     def said(self) -> Content:
-        """Its blocks, where all of them stand in the place of others; else nothing."""
+        """The replaced types, and whether notes are all that the message says; without its text."""
         written = [block.content for block in self.content if isinstance(block, WrittenBlock)]
         is_lost = len(written) == len(self.content) and all(each.is_lost for each in written)
         return Content("", tuple(self.replaced), bool(written) and is_lost)
@@ -185,8 +185,8 @@ class MessageParam(Part):
 
 
 def _system(value: JsonValue) -> str | None:
-    """The system prompt without a line of one client's statistics, which changes each time and
-    would keep the prompt out of the prefix cache.
+    """The system prompt without Claude Code's line of statistics, which changes with each request
+    and would defeat the prefix cache.
     """
     if isinstance(value, list):
         value = [part for part in value if not _is_statistics(part)]
@@ -237,7 +237,7 @@ class ToolChoice(Part):
 
 
 class _Thinking(Part):
-    """adaptive, between_tools: as the model does by itself."""
+    """Settings of thinking. adaptive, between_tools: the model decides."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -295,7 +295,7 @@ class CountTokensBody(GenerationBody):
 
     @classmethod
     def parse(cls, raw: JsonObject) -> tuple[Self, list[str]]:
-        """The clients' loops send a thread once, and go on without one after this answer."""
+        """Parse a body. The SDKs' tool runners send `thread` once, and omit it after this error."""
         if raw.get("thread") is not None:
             unsupported = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise HttpError(
@@ -356,9 +356,7 @@ class CountTokensBody(GenerationBody):
 
 
 class MessagesBody(CountTokensBody):
-    """POST /v1/messages. A max_tokens that is more than the context has room for asks for as much
-    as there is.
-    """
+    """POST /v1/messages. A max_tokens that exceeds the context is reduced to the room left."""
 
     refused: ClassVar = _NOT_HERE
 

@@ -24,7 +24,9 @@ class _ArgumentText(Protocol):
     """The form of a call's arguments."""
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
-        """The rule of arguments for an object's schema; notes pointers that it cannot enforce."""
+        """The grammar rule of arguments for a schema. Adds pointers to keywords it cannot
+        enforce.
+        """
         ...
 
     def written(self, arguments: str) -> str:
@@ -49,7 +51,7 @@ class SyntaxText:
     syntax: ValueSyntax
     #: Between the name of an argument and its value.
     colon: str
-    #: Around an argument whose name is no identifier; None: written as a nested property's.
+    #: Around an argument whose name is no identifier; None: as for a nested property.
     odd: tuple[str, str] | None = None
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
@@ -82,7 +84,7 @@ class SyntaxText:
 
 @dataclass(frozen=True, slots=True)
 class TagText:
-    """Arguments as an element each: strings verbatim, other values as JSON."""
+    """Arguments as one element each: strings verbatim, other values as JSON."""
 
     before_key: str
     after_key: str
@@ -93,7 +95,7 @@ class TagText:
         top = rules.top()
 
         def around(name: str) -> tuple[str, str]:
-            return f"{self.before_key}{name}{self.after_key}", ""  # a text holds what is behind it
+            return f"{self.before_key}{name}{self.after_key}", ""  # the value's text has its end
 
         def value(inner: JsonValue, place: str) -> str:
             return self._value(rules, inner, place)
@@ -107,7 +109,7 @@ class TagText:
         return joined(lark, pairs, "")
 
     def _value(self, rules: ValueRules, schema: JsonValue, place: str) -> str:
-        """The rule of a value and of what is behind it."""
+        """The grammar rule of a value and the closing tag."""
         lark, root = rules.lark, rules.root
         values = all_values(schema, root)
         if values is not None:
@@ -129,7 +131,7 @@ class TagText:
 
 #: Syntax of values that are not strings.
 _JSON_VALUES = ValueSyntax('"')
-#: Names of arguments that a schema does not name.
+#: Rule of argument names that the schema does not declare.
 _KEY = "/[A-Za-z0-9_.-]{1,64}/"
 
 
@@ -162,7 +164,7 @@ class CallText:
     first: str = ""
     separator: str = ""
     last: str = ""
-    #: A marker begins each call; without one, calls begin at the beginning of a line.
+    #: Whether a marker begins each call; else calls begin at the beginning of a line.
     has_marker: bool = True
     #: Whether a turn ends with its call.
     is_alone: bool = False

@@ -1,4 +1,4 @@
-"""The text that a call gives a custom tool, read out of the call's arguments while they come."""
+"""Extracts a custom tool's input text from the JSON arguments of a call, incrementally."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _HEAD_WITH_BLANKS = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _ALONE = r"\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])"
 _OTHER = r"\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
-#: An escape of which every character is there; half of a surrogate pair waits for its other half.
+#: A complete escape; the first half of a surrogate pair needs the second one.
 _ESCAPE = re.compile(rf"{_PAIR}|{_ALONE}|{_OTHER}|\\[^u]", re.DOTALL)
-#: As much of a JSON string as can be decoded.
+#: The part of a JSON string that can be decoded so far.
 _DECODABLE = re.compile(rf'(?:[^"\\]+|{_ESCAPE.pattern})*', re.DOTALL)
 #: An escape that was cut off.
 _CUT = re.compile(r"\\(u[0-9a-fA-F]{0,4}(\\(u[0-9a-fA-F]{0,4})?)?)?")
 
 
 class CustomInputs:
-    """Turns arguments of custom tools' calls, however cut, into their `input`, or themselves."""
+    """Replaces streamed arguments of custom tools by their `input`, or leaves unreadable ones."""
 
     def __init__(self, names: frozenset[str]):
         self._names = names
-        #: The input of the open call; None where that is a function's.
+        #: The input of the open call; None if it calls a function.
         self._input: _Input | None = None
         self._index = 0
 
@@ -55,7 +55,7 @@ class CustomInputs:
         return made + (self._closed() if is_end else [])
 
     def _closed(self) -> list[AssistantEvent]:
-        """The text held back of the open call."""
+        """The remaining text of the open call."""
         reader, self._input = self._input, None
         return [] if reader is None else self._more(reader.finish())
 

@@ -1,4 +1,4 @@
-"""The families' ways to write calls and thoughts, as data, by the names of vLLM's parsers."""
+"""The model families' formats of calls and thoughts, as data, by vLLM's parser names."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class ToolFormat:
     """A family's form of tool calls."""
 
     name: str
-    #: Other names of it.
+    #: Aliases.
     aliases: tuple[str, ...]
     new_reader: Callable[[Functions], TextReader]
     #: How calls are written.
     text: CallText
-    #: Texts that the reader looks for, and must see where they are special tokens.
+    #: Texts the reader looks for; they stay in the text even if they are special tokens.
     markers: tuple[str, ...]
-    #: One of these in the template shows this form. Empty: the first marker does.
+    #: A template with one of these texts has this format. Empty: the first marker.
     signs: tuple[str, ...] = ()
-    #: And what shows that it does not.
+    #: A template with one of these texts does not have it.
     unless: str = "\0"
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """Markers that the reader takes for the beginning of a call."""
+        """Markers that begin a call."""
         reader = self.new_reader({})
         return reader.opening_markers if isinstance(reader, CallReader) else ()
 
@@ -64,7 +64,7 @@ class ReasoningFormat:
     #: Before and after the thoughts, at the beginning of a turn.
     start: str
     end: str
-    #: One of these in the template shows that its model thinks this way.
+    #: A template with one of these texts has this format.
     signs: tuple[str, ...]
 
     def is_open(self, prompt: str) -> bool:

@@ -1,4 +1,4 @@
-"""The form of a model's turns by its chat template: for prompt, parser and grammar."""
+"""The format of a model's turns, by its chat template: for prompts, parsers and grammars."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AUTO, _NONE = "auto", "none"
 #: Variables of templates that turn thinking on and off.
 _SWITCHES = ("enable_thinking", "thinking")
 _ENVIRONMENT = Environment(extensions=["jinja2.ext.loopcontrols"])
-#: Marks of templates for training, which jinja2 does not know.
+#: Tags of templates for training, which jinja2 does not know.
 _TRAINING_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _WORD = re.compile(r"\w+")
 
@@ -75,7 +75,7 @@ class TurnFormat:
         return None if self.reasoning is None else self.reasoning.end
 
     def markers(self, *, with_calls: bool) -> tuple[str, ...]:
-        """Texts that a parser must see even where they are special tokens."""
+        """Texts that a parser needs even if they are special tokens."""
         if self.has_channels:
             return tuple(harmony.Mark)
         texts: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class TurnFormat:
         return HERMES if self.tools is None else self.tools
 
     def tools_text(self, use: ToolUse) -> str:
-        """A text that tells of tools, for a model whose template does not show them."""
+        """A text that describes tools, for a model whose template does not show them."""
         lines = [json.dumps(tool.shown(), ensure_ascii=False) for tool in use.tools]
         listed = "\n".join(lines)
         example = self.call_text("NAME", '{"ARGUMENT": "VALUE"}')
@@ -156,7 +156,7 @@ class TurnFormat:
         return self.calls.text.written(name, arguments)
 
     def result_text(self, content: str) -> str:
-        """The result of a call, for a template that knows none."""
+        """The result of a call, for a template without tool results."""
         return f"<tool_response>\n{content}\n</tool_response>"
 
 
@@ -171,7 +171,7 @@ class _ContentReader(TextReader):
 
 
 def _template_variables(template: str) -> frozenset[str]:
-    """Variables of a chat template; all words of one that jinja2 cannot read."""
+    """Variables of a chat template; if jinja2 cannot parse it, all of its words."""
     try:
         parsed = _ENVIRONMENT.parse(_TRAINING_MARKS.sub("", template))
         return frozenset(meta.find_undeclared_variables(parsed))

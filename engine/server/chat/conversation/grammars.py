@@ -14,22 +14,22 @@ from jitney.engine.server.chat.conversation.formats import TurnFormat
 from jitney.engine.server.chat.conversation.lark import Lark
 from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
 
-#: Calls of a turn that is forced to call and may do so more than once.
+#: Most calls of a turn that must call and may call repeatedly.
 _MOST_CALLS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn before it is written."""
+    """A turn to be generated."""
 
     format: TurnFormat
     #: The end of the text that it follows.
     prompt: str
-    #: Token ids of markers that are tokens of their own: no others spell them.
+    #: Token ids of markers that are special tokens.
     special_ids: Mapping[str, int]
-    #: Tokens that it may think; None: as many as it likes.
+    #: Most tokens of thoughts; None: unlimited.
     thinking_budget: int | None = None
-    #: Keywords that the grammar does not enforce: a function's name and a JSON pointer.
+    #: Keywords that the grammar does not enforce, as (function name, JSON pointer).
     unenforced: list[str] = field(default_factory=list[str])
 
     def grammar(self, use: ToolUse | None, answer: Grammar | None) -> Grammar | None:
@@ -62,7 +62,7 @@ def _check_budget(turn: Turn) -> None:
 
 
 def _check_reading(turn: Turn) -> None:
-    """Raise RequestError where calls are content unless they are forced."""
+    """Raise RequestError if calls are read only where they are forced."""
     if turn.format.tools is None:
         raise RequestError(
             "this server reads calls only where they are forced (tool_call_parser none), so "
@@ -73,7 +73,7 @@ def _check_reading(turn: Turn) -> None:
 
 
 def _behind(lark: Lark, turn: Turn, use: ToolUse | None, answer: Grammar | None) -> str:
-    """The rule of what stands behind the thoughts. Raises RequestError."""
+    """The rule of the turn after the thoughts. Raises RequestError."""
     if use is not None and (answer is None or use.is_required):
         return _answer(lark, turn, use)
     said = _content(lark, turn, "ANY" if answer is None else _rule_of(lark, answer))
@@ -100,7 +100,7 @@ def _rule_of(lark: Lark, grammar: Grammar) -> str:
 
 
 def _content(lark: Lark, turn: Turn, rule: str) -> str:
-    """A rule of what is said, with the header that it has in some formats."""
+    """The rule of content, with the header that some formats need."""
     if not turn.format.has_channels:
         return rule
     return f"{lark.literal(f'{harmony.Mark.CHANNEL}final{harmony.Mark.MESSAGE}')} {rule}"

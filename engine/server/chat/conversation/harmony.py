@@ -23,19 +23,19 @@ class Mark(StrEnum):
 
 
 _ENDS = (Mark.END, Mark.RETURN, Mark.CALL)
-#: Texts that may begin a header; a message without an end ends there.
+#: Texts that may begin a header; they also end a message that has no end marker.
 _HEADS = (Mark.START, Mark.CHANNEL)
-#: The last one: before a header too, if a call's address comes before its channel.
+#: The last one also precedes headers in which the recipient comes before the channel.
 _OPENINGS = (*_HEADS, " to=")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
-#: Longer headers are none.
+#: Most characters of a header; longer texts are content.
 _MOST_HEADER = 512
 
 
 class HarmonyReader(TextReader):
-    """Reads harmony's channels: analysis is thoughts, a recipient a call, all else content."""
+    """Reads harmony: the analysis channel is thoughts, messages with a recipient are calls."""
 
-    #: The channel of thoughts, and how calls of a client's functions are addressed.
+    #: The channel of thoughts, and the recipient prefix of calls.
     THOUGHTS, FUNCTIONS = "analysis", "functions."
 
     #: Position of the call that is being read; -1: none is.
@@ -56,7 +56,7 @@ class HarmonyReader(TextReader):
             super().say(text)
 
     def _first_head(self) -> Finding[str]:
-        """The header that the turn begins with; empty: it begins without one."""
+        """The header at the beginning of the turn; empty: there is none."""
         self.mark()
         try:
             return (yield from self.any_of(_OPENINGS))
@@ -65,7 +65,7 @@ class HarmonyReader(TextReader):
             return ""
 
     def _read_header(self, header: str) -> Finding[str]:
-        """All of it from its opening, up to the message; empty if it is none."""
+        """The complete header, up to the message; empty if it turns out to be no header."""
         while header and not header.endswith(Mark.MESSAGE):
             header += yield from self.next_char()
             if len(header) > _MOST_HEADER:
@@ -82,7 +82,7 @@ class HarmonyReader(TextReader):
         self.is_thinking = recipient is None and self.THOUGHTS in header
 
     def _read_message(self, head: str) -> Finding[str]:
-        """Returns the marker behind it."""
+        """Read a message; returns the marker that ends it."""
         self._begin((yield from self._read_header(head)))
         marker = yield from self.until((*_ENDS, *_HEADS), drop_blanks=self._call >= 0)
         self.is_thinking = False

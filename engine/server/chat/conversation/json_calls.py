@@ -1,5 +1,5 @@
-"""Calls that are written as JSON: the arguments come out while they are being written. They are not
-checked: a client must do so anyway, and gets what the model wrote.
+"""Calls in JSON, whose arguments are reported while they are generated. Arguments are not
+validated: clients must do so anyway, and get exactly what the model wrote.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from jitney.engine.server.chat.conversation.reading import Finding, Malformed, R
 #: Names that a call's object uses for its function, and for its arguments.
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
-#: Characters that JSON has outside its strings; others end a value.
+#: Characters of JSON outside strings; any other character ends a value.
 _OUTSIDE = frozenset('{}[]:,+-.0123456789truefalsnE" \t\r\n')
 #: Those that end a number or a word.
 _BEHIND = frozenset(",}] \t\r\n")
 
 
 class JsonReader(TextReader):
-    """Reads JSON. Raises Malformed for text that is no call, which `give_back` returns."""
+    """Reads calls in JSON. Raises Malformed for other text, which `give_back` makes content."""
 
     #: Names that a call may have; None: any.
     names: Container[str] | None = None
 
     def read_call(self) -> Reading:
-        """An object with a name and arguments, in either order; other keys are read over."""
+        """An object with a name and arguments, in either order; other keys are ignored."""
         call = _Call(self)
         yield from self.expect("{")
         yield from self._read_member(call)
@@ -70,7 +70,7 @@ class JsonReader(TextReader):
             yield from self._read_value(None)
 
     def _read_call_arguments(self, call: _Call) -> Reading:
-        """An object; also as text in a string, and null, which some models write."""
+        """An object; some models write it inside a string, or write null."""
         first = yield from self.peek()
         if first == '"':
             call.take_arguments(_object_text((yield from self.read_string())))
@@ -103,7 +103,7 @@ class JsonReader(TextReader):
                 return
 
     def _rest_of_string(self, call: _Call | None) -> Finding[str]:
-        """Up to the closing mark, as it is written."""
+        """The raw text up to the closing quote."""
         text = ""
         while (char := (yield from self._told_char(call))) != '"':
             text += char
@@ -143,12 +143,12 @@ def _object_text(text: str) -> str:
 
 
 class _Call:
-    """The call that is being read, as far as it is known."""
+    """The call that is being read."""
 
     def __init__(self, reader: JsonReader):
         self._reader = reader
         self.name: str | None = None
-        #: In the turn; -1 before it has begun.
+        #: Its index in the turn; -1 before its name is known.
         self.index = -1
         self.has_arguments = False
         #: Arguments that came before the name.
@@ -176,14 +176,14 @@ class _Call:
             self._early.append(text)
 
     def end(self) -> None:
-        """A call that says no arguments has none."""
+        """End the call; without arguments it gets an empty object."""
         if self.name is None:
             raise Malformed
         if self.has_arguments:
             self._reader.mark()
             return
         if self._reader.names is not None:
-            raise Malformed  # a name and nothing else might be anything
+            raise Malformed  # an object with only a name is ambiguous
         self.take_arguments("{}")
 
     def _begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Grammars in llguidance's Lark, as they are put together."""
+"""Builder of grammars in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jitney.engine.common.requests import JsonValue
 
-#: Any text, the blanks between two parts, names that are none of Python's words, and Llama's text:
-#: lines of which none begins with a brace, up to the end of the turn and up to a call.
+#: Any text; blanks between two parts; names that are not Python keywords; and Llama's content,
+#: whose lines do not begin with a brace: up to the end of the turn, and up to a call.
 _TEXTS = rf"""
 ANY: /(.|\n)*/
 BLANKS: /[ \n]{{0,4}}/
@@ -45,7 +45,7 @@ class Lark:
         return " ".join(parts)
 
     def without(self, texts: Iterable[str]) -> str:
-        """Any text in which none of these is. Texts that are tokens are in none."""
+        """Text that contains none of these. Special tokens are never part of a text."""
         spelled = [re.escape(text).replace("/", r"\/") for text in texts if text not in self._ids]
         if not spelled:
             return "ANY"
@@ -54,7 +54,9 @@ class Lark:
         return name
 
     def up_to(self, marker: str, most_tokens: int | None = None, text: str = "ANY") -> str:
-        """A text and its marker. most_tokens: of it, if the marker is a token; text: its rule."""
+        """A text up to and with a marker. most_tokens: for markers that are tokens. text: its
+        rule.
+        """
         begins_with_token = any(marker.startswith(token) for token in self._ids)
         if begins_with_token and most_tokens is None:
             return f"{text} {self.literal(marker)}"

@@ -1,7 +1,7 @@
-"""The messages of a conversation, shaped to what a model's chat template accepts and shows. Clients
-send what other providers take: several system messages, a user twice in a row, calls beside text.
-Each rule here follows from one ability of the template, and looks no further ahead than from a call
-to its results, so that the prompt of a growing conversation keeps its beginning.
+"""Adapts the messages of a conversation to a model's chat template. Clients send conversations that
+other providers accept: several system messages, two user messages in a row, calls beside text. Each
+rule depends on one ability of the template, and looks ahead only from a call to its results, so
+that the prompt of a growing conversation keeps its beginning (for the prefix cache).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Shaper:
         self._made: list[JsonDict] = []
         #: Texts of system messages that the template refuses, for the next user message.
         self._instructions = ""
-        #: By the ids that clients sent.
+        #: Ids for the template, by the ids that clients sent.
         self._short_ids: dict[str, str] = {}
         self._taken_ids: set[str] = set()
 
@@ -85,7 +85,7 @@ class _Shaper:
             case _ if text or is_last or self._can.empty_assistant:
                 self._add_assistant(message, text)
             case _:
-                pass  # an empty turn that the template would refuse
+                pass  # drop an empty turn, which the template would refuse
 
     def finished(self) -> list[JsonDict]:
         self._tell_instructions()
@@ -108,7 +108,7 @@ class _Shaper:
             self._add_user({"role": "user"}, "")
 
     def _add_user(self, message: JsonDict, text: str) -> None:
-        """Add a user's message, after the instructions that the template took nowhere else."""
+        """Add a user's message, preceded by system texts that the template refused elsewhere."""
         can, role = self._can, self._last.get("role")
         text = _joined(self._instructions, text)
         self._instructions = ""
@@ -165,7 +165,7 @@ class _Shaper:
         )
 
     def _text_beside(self, text: str) -> str:
-        """The text that remains for the message that has the calls."""
+        """Place the text of a turn with calls; returns the part for the message with the calls."""
         can = self._can
         if not text or can.text_beside_calls == "beside":
             return text
@@ -216,20 +216,20 @@ class _Shaper:
         self._made[-1] = _with_content(self._last, _joined(self._last["content"], text))
 
     def _unfinished_turn(self) -> JsonDict | None:
-        """The last message, taken back, if the assistant's next one must be joined to it."""
+        """Remove and return the last message if the assistant's next one must be joined to it."""
         self._tell_instructions()
         last = self._last
         is_open = last.get("role") == "assistant" and "tool_calls" not in last
         return self._made.pop() if is_open and not self._can.assistant_twice else None
 
     def _begin_turn(self) -> None:
-        """Let an empty message of the user begin a conversation that the assistant may not."""
+        """Insert an empty user message if the template refuses that the assistant begins."""
         has_begun = any(message["role"] != "system" for message in self._made)
         if not has_begun and not self._can.assistant_first:
             self._made.append({"role": "user", "content": ""})
 
     def _id(self, id: str) -> str:
-        """A call's id as the template takes it; distinct ones stay distinct."""
+        """A call's id in the form that the template accepts; distinct ids stay distinct."""
         if not self._can.short_ids:
             return id
         if id not in self._short_ids:
@@ -269,7 +269,7 @@ class _Call:
 
 
 def _object(text: str) -> JsonDict | None:
-    """The object of a JSON text; None for others, and for what msgpack cannot hold."""
+    """The object in a JSON text; None for other values and for integers beyond msgpack's range."""
     try:
         value = json.loads(text)
         msgspec.msgpack.encode(value)
@@ -281,7 +281,7 @@ def _object(text: str) -> JsonDict | None:
 
 
 def _short_ids(id: str) -> Iterator[str]:
-    """Ids of nine letters and digits in place of one: itself, if it is one, then digests of it."""
+    """Candidates of nine letters and digits for an id: the id if it fits, then digests of it."""
     if _SHORT_ID.fullmatch(id):
         yield id
     for salt in range(1 << 16):
@@ -289,7 +289,7 @@ def _short_ids(id: str) -> Iterator[str]:
 
 
 def _results_after(messages: Sequence[JsonDict], place: int) -> Iterator[JsonDict]:
-    """The results that stand at this place, up to another message."""
+    """The results from this index up to the next other message."""
     while place < len(messages) and messages[place]["role"] == "tool":
         yield messages[place]
         place += 1
@@ -319,7 +319,7 @@ def _with_content(message: JsonDict, text: str) -> JsonDict:
 
 
 def _one_turn(earlier: JsonDict, message: JsonDict, text: str) -> tuple[JsonDict, str]:
-    """A message that goes on from an earlier one of the assistant, and the text of both."""
+    """An assistant's message joined to an earlier one, and the text of both."""
     thoughts = [each.get("reasoning_content") for each in (earlier, message)]
     if any(thoughts):
         message = message | {"reasoning_content": "\n\n".join(filter(None, thoughts))}

@@ -1,4 +1,4 @@
-"""Calls that are written as Python, of which only literals are understood, and nothing is run."""
+"""Calls in Python syntax. Arguments must be literals; nothing is executed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonCalls(CallReader):
-    """Python between two markers. The arguments of a call come when the code ends."""
+    """Python code between two markers. Arguments are reported when the code ends."""
 
     def __init__(self, start: str, end: str, names: Collection[str]):
         self._end = end
@@ -39,18 +39,18 @@ class PythonCalls(CallReader):
                     raise Malformed
         except Ended:
             with suppress(Malformed):
-                self._call(code)  # the turn is over, and what there is may be whole
+                self._call(code)  # the turn is over, and the code may be complete
             raise
         self._call(code.removesuffix(self._end))
 
     def _call(self, code: str) -> None:
-        """Say the calls of some code. Raises Malformed if it is none."""
+        """Report the calls in a piece of code. Raises Malformed if it has none."""
         for name, arguments in _python_calls(code, self._names):
             self.add_arguments(self.begin_call(name), arguments)
 
 
 def _open_quote(code: str, quote: str, char: str) -> str:
-    """The quote that is open behind a character, or "". quote: before it; a line's end ends it."""
+    """The quote that is open after `char`, or "". quote: the one open before it."""
     if not quote:
         return char if char in "'\"" else ""
     backslashes = len(code) - len(code.rstrip("\\"))
@@ -83,7 +83,7 @@ def _python_calls(code: str, names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _parsed(code: str) -> ast.Module:
-    """Python code, parsed. Models break lines within strings, and write words of JSON."""
+    """Parse Python code with line breaks in strings and words of JSON, as models write it."""
     try:
         parsed = ast.parse(code)
     except SyntaxError:
@@ -92,7 +92,7 @@ def _parsed(code: str) -> ast.Module:
 
 
 class _PythonWords(ast.NodeTransformer):
-    """Words of JSON as those of Python."""
+    """Replaces JSON's true, false and null by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
@@ -118,7 +118,7 @@ def _call(expression: ast.expr, names: Collection[str]) -> tuple[str, str]:
 
 
 def _aliases(names: Collection[str]) -> dict[str, str]:
-    """Names that Python cannot call -> names that stand for them."""
+    """Function names that are no Python identifiers -> aliases."""
     return {
         name: f"function_{number}_without_a_name"
         for number, name in enumerate(names)

@@ -1,4 +1,4 @@
-"""The base of parsers of a model's text: character by character, however it is cut."""
+"""Base of parsers of a model's text: incremental, character by character."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jitney.engine.server.chat.conversation.events import (
     ToolCallStart,
 )
 
-#: A part of a parser: it is sent characters, and "" when there are no more.
+#: A coroutine of a parser: receives characters, and "" at the end.
 type Reading = Generator[None, str, None]
 #: One that returns what it found.
 type Finding[T] = Generator[None, str, T]
 #: Characters that end a name without quotes, beside blanks.
 _BEHIND_NAME = '{[<>"'
-#: Blanks that are held back at most.
+#: Most blanks that are held back.
 _MOST_BLANKS = 64
 
 
@@ -35,9 +35,9 @@ class Malformed(Exception):
 
 
 class TextReader:
-    """Base of the readers: `read` says what the text means, by `next_char`, which raises Ended."""
+    """Base of the readers. `read` consumes text by `next_char`, which raises Ended at the end."""
 
-    #: Text that is held back: blanks, and the beginning of what may be a marker.
+    #: Text that is held back: blanks, and a possible beginning of a marker.
     _pending = ""
     _n_calls = 0
     #: The text is part of the thoughts.
@@ -49,16 +49,16 @@ class TextReader:
     last_marker = ""
     #: Most characters of a name: longer ones are no names.
     most_name = 256
-    #: The text ended where the model would have gone on.
+    #: The text was cut off before the model ended it.
     is_cut = False
-    #: No text follows what was sent.
+    #: All text has been sent.
     _is_ended = False
 
     def __init__(self) -> None:
         self._events: list[AssistantEvent] = []
-        #: Characters to be read once more, before those that come.
+        #: Characters to be read again, before new ones.
         self._again: deque[str] = deque()
-        #: Read since `mark`, to be given back should it be no call.
+        #: Characters since `mark`, which `give_back` turns into content.
         self._since_mark: list[str] = []
         self._reading = self._read_all()
         next(self._reading)
@@ -73,14 +73,16 @@ class TextReader:
         return bool(self._pending.strip())
 
     def feed(self, text: str) -> list[AssistantEvent]:
-        """Read more text; what it says."""
+        """Read more text; returns its events."""
         if not self.passes(text):
             for char in text:
                 self._reading.send(char)
         return self._take_events()
 
     def passes(self, text: str) -> bool:
-        """Say text without the start of a marker, as most is: 2 us, not 5 for each character."""
+        """Report text that has no start of a marker. Fast path: 2 us instead of 5 us per
+        character.
+        """
         watched = self._watched
         if watched is None or self._pending.strip() or not watched.isdisjoint(text):
             return False
@@ -133,11 +135,11 @@ class TextReader:
             del self._since_mark[-len(text) :]
 
     def mark(self, before: str = "") -> None:
-        """Begin a part that may turn out to be content. before: its text that was read already."""
+        """Begin a part that may turn out to be content. before: its text so far."""
         self._since_mark = list(before)
 
     def give_back(self) -> None:
-        """Treat the text since `mark` as content that may hold markers after its beginning."""
+        """Report the start of the text since `mark` as content, and read the rest again."""
         text = "".join(self._since_mark)
         said = text[: _blanks_before(text) + 1]
         self.unread(text.removeprefix(said))
@@ -159,7 +161,7 @@ class TextReader:
             self._events.append(event)
 
     def begin_call(self, name: str) -> int:
-        """A call has begun: what was read of it is not content any more. Returns its index."""
+        """Begin a call, so that its text since `mark` is not content. Returns its index."""
         index = self._n_calls
         self._n_calls += 1
         self._events.append(ToolCallStart(index, self.new_id(), name))
@@ -167,7 +169,7 @@ class TextReader:
         return index
 
     def add_arguments(self, index: int, text: str) -> None:
-        """Add to a call's arguments; the text is content no more."""
+        """Add to a call's arguments; the text since `mark` is not content."""
         self._add(ToolCallArguments(index, text))
         self.mark()
 
@@ -191,7 +193,7 @@ class TextReader:
                 return word
 
     def _settle(self, markers: Sequence[str], drop_blanks: bool) -> None:
-        """Say what of the held text cannot be the beginning of a marker, or blanks before it."""
+        """Report pending text, until the rest may be blanks and the beginning of a marker."""
         while True:
             blanks = _blanks_before(self._pending) if drop_blanks else 0
             text = self._pending[blanks:]
@@ -201,7 +203,7 @@ class TextReader:
             self._pending = self._pending[blanks + 1 :]
 
     def peek(self) -> Finding[str]:
-        """The next character, which is left. Raises Ended."""
+        """The next character, without consuming it. Raises Ended."""
         char = yield from self.next_char()
         self.unread(char)
         return char
@@ -218,7 +220,7 @@ class TextReader:
         yield from self.peek_filled()
 
     def drop_blanks(self) -> Reading:
-        """Read over blanks that are no content."""
+        """Skip blanks, which are not content."""
         self.mark()
         while True:
             char = yield from self.next_char()
@@ -228,7 +230,7 @@ class TextReader:
                 return
 
     def expect(self, text: str) -> Reading:
-        """Read this text. Raises Malformed at the first other character, which is left."""
+        """Read this text. Raises Malformed at the first other character, which is not consumed."""
         for char in text:
             yield from self.any_of((char,))
 
@@ -238,7 +240,7 @@ class TextReader:
         yield from self.expect(text)
 
     def look_for(self, text: str) -> Reading:
-        """Check for the text as `expect` does, without reading it."""
+        """Check for the text like `expect`, without consuming it."""
         yield from self.expect(text)
         self.unread(text)
 
@@ -257,7 +259,9 @@ class TextReader:
         return text
 
     def any_of(self, texts: tuple[str, ...]) -> Finding[str]:
-        """Read one of these texts; Malformed at the first other character, which is left."""
+        """Read one of these texts. Malformed at the first other character, which is not
+        consumed.
+        """
         read = ""
         while read not in texts:
             read += yield from self.peek()
@@ -268,7 +272,7 @@ class TextReader:
 
 
 class CallReader(TextReader):
-    """Content with calls between markers. What turns out to be no call is content."""
+    """Content with calls between markers. Text that turns out to be no call is content."""
 
     def __init__(
         self,
@@ -276,7 +280,7 @@ class CallReader(TextReader):
         ends: tuple[str, ...] = (),
         around: tuple[str, ...] = (),
     ):
-        """starts, ends: markers before and after a call. around: others, which are read over."""
+        """starts, ends: markers before and after a call. around: others, which are skipped."""
         self._starts = starts
         self._ends = ends
         self._around = around
@@ -298,7 +302,7 @@ class CallReader(TextReader):
                     passed += self._ends
 
     def attempt(self) -> Finding[bool]:
-        """Read calls behind a marker. True: the last one had begun, and ended badly."""
+        """Read calls after a marker. True: the last call had begun and is malformed."""
         n_before = self._n_calls
         try:
             yield from self.read_calls()
@@ -306,7 +310,7 @@ class CallReader(TextReader):
             return False
         except Ended:
             if self._n_calls > n_before:
-                self.mark()  # what there is of its end
+                self.mark()  # drop the part of its end that is there
             raise
         except Malformed:
             self.give_back()
@@ -326,5 +330,5 @@ def _blanks_before(text: str) -> int:
 
 
 def _may_become(text: str, markers: Sequence[str]) -> bool:
-    """Whether more text could make it one of the markers, or it is one."""
+    """Whether the text is a prefix of a marker."""
     return any(marker.startswith(text) for marker in markers)

@@ -12,12 +12,12 @@ from itertools import chain
 from jitney.engine.common.requests import JsonDict, JsonValue
 from jitney.engine.core import resolved
 
-#: Schemas that may still be looked at.
+#: Counts down the subschemas that may still be visited.
 type Steps = Iterator[int]
 
 ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 TEXT = frozenset({"string"})
-#: Schemas that are looked at for one question; what refers to itself has no end.
+#: Most subschemas visited per query; recursive schemas have no end.
 _MOST_STEPS = 256
 #: Types of values that are written as one word.
 _WORD_TYPES = frozenset({"string", "number", "integer", "boolean", "null"})
@@ -28,7 +28,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def new_steps() -> Steps:
-    """The schemas that may be looked at for one question."""
+    """A new budget of subschemas for one query."""
     return iter(range(_MOST_STEPS))
 
 
@@ -45,7 +45,7 @@ def listed_values(schema: JsonValue) -> list[JsonValue] | None:
 def all_values(
     schema: JsonValue, root: JsonDict, steps: Steps | None = None
 ) -> list[JsonValue] | None:
-    """The values that fit a schema, if it lists them, by itself or in alternatives; else None."""
+    """The values that fit a schema if it enumerates them, also in alternatives; else None."""
     steps = steps or new_steps()
     if not isinstance(schema, dict) or next(steps, None) is None:
         return None
@@ -66,7 +66,7 @@ def all_values(
 
 
 def properties_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None) -> JsonDict:
-    """The schemas of the properties that an object's schema names, by itself or in its parts."""
+    """The schemas of an object's declared properties, also in allOf and references."""
     steps = steps or new_steps()
     if not isinstance(schema, dict) or next(steps, None) is None:
         return {}
@@ -80,7 +80,7 @@ def properties_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None)
 
 
 def types_of(schema: JsonValue, root: JsonDict, steps: Steps | None = None) -> frozenset[str]:
-    """The JSON types of the values that fit a schema; every type where it does not say."""
+    """The JSON types of the values that fit a schema; all types if it does not restrict them."""
     steps = steps or new_steps()
     if not isinstance(schema, dict) or next(steps, None) is None:
         return ALL_TYPES
@@ -150,7 +150,7 @@ def word_json(word: str) -> str:
 
 
 def _is_json(text: str, types: frozenset[str]) -> bool:
-    """Whether a text is JSON of one of these types; any JSON is where no string is admitted."""
+    """Whether a text is JSON of one of these types; any JSON fits if strings are not admitted."""
     try:
         value = json.loads(text, parse_constant=_not_json)
     except (ValueError, RecursionError):

@@ -31,7 +31,7 @@ class TagCalls(CallReader):
     hold such a tag; without one, at the next tag that begins a line and is in its place.
     """
 
-    #: The call being read: index, schema of its arguments, of each of them, and names so far.
+    #: The call being read: index, schemas of its arguments by name, and names so far.
     _index = -1
     _schema: JsonDict
     _properties: JsonDict
@@ -62,7 +62,7 @@ class TagCalls(CallReader):
             yield from self.expect_next(head)
         name = yield from self.read_name()
         if depth and name not in self._functions:
-            raise Malformed  # without the outer tag, it may be about such calls
+            raise Malformed  # without the outer tag, the text may only mention such calls
         yield from self._pass_tags(self._behind_name)
         self._begin(name)
         try:
@@ -87,12 +87,12 @@ class TagCalls(CallReader):
         self.add_arguments(self._index, text)
 
     def _pass_tags(self, tags: tuple[str, ...]) -> Reading:
-        """Tags of which the first stands right here, and others behind blanks."""
+        """Skip tags: the first one stands at this place, the others after blanks."""
         for number, tag in enumerate(tags):
             yield from self.expect_next(tag) if number else self.expect(tag)
 
     def _pass_closings(self, closing: str) -> Reading:
-        """The tags behind the one that ended the arguments, as far as they are there."""
+        """Skip the tags after the one that ended the arguments, if present."""
         for tag in self._closings[self._closings.index(closing) + 1 :] if closing else ():
             start = len(self._since_mark)
             try:
@@ -146,7 +146,7 @@ class TagCalls(CallReader):
         self._write('"')
 
     def _read_other(self, types: frozenset[str]) -> Reading:
-        """Read a value of one of these types. One that is cut off is reported as far as it goes."""
+        """Read a value of one of these types; a truncated one is reported as it is."""
         text = ""
         try:
             while not (yield from self._ends_value()):
@@ -157,7 +157,7 @@ class TagCalls(CallReader):
         self._write(json_of(text, types))
 
     def _ends_value(self) -> Finding[bool]:
-        """Whether the value ends here. Its closing tag is read over then."""
+        """Whether the value ends here; if so, its closing tag is consumed."""
         if (yield from self.peek()) not in "\n<":
             return False
         start = len(self._since_mark)
@@ -169,7 +169,7 @@ class TagCalls(CallReader):
         return True
 
     def _read_value_end(self) -> Reading:
-        """Raises Malformed where the value goes on."""
+        """Read the end of a value. Raises Malformed if the value goes on."""
         begins_line = (yield from self.peek()) == "\n"
         if begins_line:
             yield from self.next_char()
@@ -199,7 +199,7 @@ class TagCalls(CallReader):
             yield from self._read_follower((*self._closings, *self._heads))
 
     def _read_follower(self, tags: tuple[str, ...]) -> Finding[str]:
-        """A tag behind blanks, or the turn's end; returns the blanks. Raises Malformed."""
+        """Skip blanks, up to one of the tags or the turn's end; returns them. Raises Malformed."""
         start = len(self._since_mark)
         blanks = ""
         try:
@@ -211,7 +211,7 @@ class TagCalls(CallReader):
         return blanks
 
     def _unread_from(self, start: int) -> None:
-        """Read the text since then again. start: an index into `_since_mark`."""
+        """Read the text from `start`, an index into `_since_mark`, again."""
         self.unread("".join(self._since_mark[start:]))
 
 

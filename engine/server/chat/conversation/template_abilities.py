@@ -15,16 +15,16 @@ from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
 type Render = Callable[[list[JsonDict], JsonDict], Awaitable[str]]
 #: Whether templates read a call's arguments as an object or as JSON text.
 type _ArgumentsForm = Literal["object", "text"]
-#: Where a template shows the text beside calls: with them, before them, or before an empty message
-#: of the user; None: nowhere.
+#: Where a template shows a text that accompanies calls: in their message, in a message before it,
+#: or in one before an empty user message; None: nowhere.
 type _TextBesideCalls = Literal["beside", "before", "before_empty_turn"] | None
-#: How a user speaks after a result: next, after an empty turn, or at the result's end.
+#: Place of a user's text after a result: next, after an empty turn, or at the result's end.
 type _UserAfterResult = Literal["next", "after_empty_turn", "in_result"]
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateAbilities:
-    """One way to render a template. By default users and assistants alternate, and no more."""
+    """What one way to render a template supports. By default, users and assistants alternate."""
 
     #: A system message at the beginning, whatever the role of the last message.
     system: bool = False
@@ -66,9 +66,9 @@ class ChatAbilities(NamedTuple):
     with_tools: TemplateAbilities | None = None
     #: Whether tools must be written out (`Tool.completed`).
     needs_complete_tools: bool = False
-    #: Whether it is given an empty list where there are no tools.
+    #: Whether it is rendered with an empty list if there are no tools.
     needs_tools: bool = False
-    #: Why not even one message of a user can be rendered; empty: it can.
+    #: The error if not even one user message can be rendered; else empty.
     refusal: str = ""
 
     @classmethod
@@ -107,7 +107,7 @@ class ChatAbilities(NamedTuple):
         return {"tools": [tool.shown() for tool in use.tools]}
 
     def limited(self, use: ToolUse | None) -> ToolUse | None:
-        """The tools of a turn that can be shown to the model later."""
+        """The tools, limited to a call per turn if the template cannot show several later."""
         can = self.beside(use)
         if use is None or can.arguments is None or can.parallel_calls:
             return use
@@ -129,7 +129,7 @@ _TOOL = Tool(
     {"type": "object", "properties": {"qkey": {"type": "string"}}, "required": ["qkey"]},
 )
 _BARE_PROPERTIES: JsonDict = {"qkey": {"type": ["string", "null"]}, "qany": True}
-#: Without all that a tool need not say.
+#: A tool without its optional fields.
 _BARE_TOOLS = (
     Tool("qbarename", parameters={"type": "object", "properties": _BARE_PROPERTIES}),
     Tool("quntypedname", parameters={"properties": _BARE_PROPERTIES}),
@@ -138,7 +138,7 @@ _BARE_TOOLS = (
 
 
 async def _shows_tools(render: Render, tools: list[JsonDict]) -> bool:
-    """Whether all tools' names stand in the prompt, and no None for what they leave out."""
+    """Whether the prompt names all tools, without "None" for missing fields."""
     try:
         prompt = await render([_USER], {"tools": tools})
     except RequestError:
@@ -189,7 +189,7 @@ class _CallShape(NamedTuple):
         }
 
 
-#: How calls may be written, the likeliest first; of each group any may be right.
+#: Shapes of calls to try, the most common first.
 _CALL_SHAPES = [
     [_CallShape(form, short_ids, results, content, has_arguments) for form in ("object", "text")]
     for has_arguments in (True, False)
@@ -248,12 +248,14 @@ class _Prober:
         return all([await self._shows(_USER, *messages, *end) for end in ends])
 
     async def _is_clean(self, shape: _CallShape) -> bool:
-        """Whether arguments are neither Python's nor JSON in a JSON string in the prompt."""
+        """Whether the prompt shows arguments neither as Python's repr nor as doubly encoded
+        JSON.
+        """
         prompt = await self._prompt(_USER, *shape.answered(1))
         return prompt is not None and "'qargument'" not in prompt and '\\"qargument' not in prompt
 
     async def _with_null(self, shape: _CallShape) -> _CallShape:
-        """The shape with null beside calls, where an empty text would make a turn of its own."""
+        """The shape with null content, if an empty text would make a turn of its own."""
         if shape.content is None:
             return shape
         with_null = shape._replace(content=None)

@@ -1,4 +1,4 @@
-"""The thoughts of a model: split from what it says, and counted."""
+"""Separates a model's thoughts from its content, and counts their tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jitney.engine.server.chat.conversation.reading import Ended, Malformed, Rea
 
 
 class AssistantParser:
-    """Splits the text of one sequence into events, the same however it is cut. All text comes out,
-    but for markers. is_forced: a grammar allows only thoughts and calls, so that content is the
-    beginning of a call that was cut off.
+    """Splits the text of one sequence into events, independent of how the text is chunked. All text
+    except markers is reported. is_forced: a grammar allows only thoughts and calls, so that content
+    is the beginning of a call that was cut off.
     """
 
     def __init__(self, reader: TextReader, *, is_forced: bool = False):
@@ -26,11 +26,13 @@ class AssistantParser:
         self._is_forced = is_forced
         #: Tokens so far that were thoughts; exact where tokens come one by one.
         self.reasoning_tokens = 0
-        #: Text that may belong to the closing marker, with how many tokens brought each piece.
+        #: Text that may belong to the closing marker, with the number of tokens of each piece.
         self._unsure: list[tuple[str, int]] = []
 
     def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
-        """Add text and its tokens; returns what is certain. A possible marker is held back."""
+        """Add text with its number of tokens; returns its events. A possible marker is held
+        back.
+        """
         was_thinking = self._reader.is_thinking
         events = self._reader.feed(text)
         if was_thinking:
@@ -55,7 +57,7 @@ class AssistantParser:
         return [event for event in events if not isinstance(event, ContentDelta)]
 
     def _count(self, before: str = "") -> None:
-        """Tokens that were thoughts: all, or those before a marker."""
+        """Count the pending tokens as thoughts: all, or those before a marker."""
         texts = "".join([text for text, _ in self._unsure])
         most = texts.find(before) if before else len(texts)
         length = 0
@@ -72,7 +74,7 @@ class ThinkReader(TextReader):
     and only blanks follow: models leave the tag out before calls.
     """
 
-    #: The thoughts are, and what comes is the other reader's.
+    #: The thoughts have ended; the other reader gets the rest.
     _is_over = False
     #: Reads what may be a call among the thoughts.
     _call: TextReader | None = None
@@ -132,7 +134,7 @@ class ThinkReader(TextReader):
             yield from self.next_char()
 
     def _open(self) -> Reading:
-        """See whether the turn begins with thoughts."""
+        """Find out whether the turn begins with thoughts."""
         self.mark()
         try:
             yield from self.expect_next(self._start)
@@ -142,7 +144,7 @@ class ThinkReader(TextReader):
             yield from self.next_char()
 
     def _hold_call(self) -> Reading:
-        """Hold back what may be a call, up to where it is known not to be one."""
+        """Hold back a possible call until it turns out to be none."""
         marker = self.last_marker
         self._call = self._new_answer()
         events = self._call.feed(marker)
@@ -153,7 +155,7 @@ class ThinkReader(TextReader):
                 char = yield from self.next_char()
                 tail = (tail + char)[-len(self._end) :]
                 if tail == self._end:
-                    self._call_markers = ()  # all up to here is thought
+                    self._call_markers = ()  # all text so far is thoughts
                     self.unread("".join(self._since_mark))
                     return
                 more = self._call.feed(char)
@@ -167,7 +169,7 @@ class ThinkReader(TextReader):
             self._call = None
 
     def _end_with(self, events: list[AssistantEvent], marker: str) -> None:
-        """Say what was held back when the turn has ended: calls, or more thoughts."""
+        """Report the text held back at the end of the turn: as calls, or as thoughts."""
         starts = [at for at, event in enumerate(events) if isinstance(event, ToolCallStart)]
         if not starts or _content(events[starts[-1] :]).strip():
             return

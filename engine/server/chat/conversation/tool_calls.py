@@ -1,4 +1,4 @@
-"""Readers of calls, one for each form; what differs between families of a form is data."""
+"""Readers of calls, one per syntax; differences between families are data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class JsonCalls(CallReader, JsonReader):
-    """JSON objects or lists of them, between two tags. Without an end, one of them."""
+    """JSON objects or lists of them, between two tags; if there is no end tag, one object or
+    list.
+    """
 
     def __init__(self, start: str, end: str):
         self._end = end
@@ -47,7 +49,7 @@ class BareCalls(CallReader, JsonReader):
     only functions that were given can be called.
     """
 
-    #: Whether what comes begins a line.
+    #: Whether the next character begins a line.
     _begins_line = True
 
     def __init__(self, tag: str, names: Container[str]):
@@ -137,7 +139,7 @@ class MistralCalls(NamedCalls):
         CallReader.__init__(self, (start,))
 
     def new_id(self) -> str:
-        """Nine letters and digits: Mistral's templates take no other."""
+        """An id of nine letters and digits, the only form that Mistral's templates accept."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
     def read_calls(self) -> Reading:
@@ -234,7 +236,7 @@ class BraceCalls(NamedCalls):
         self._write('"')
 
     def _without_text(self, pending: str) -> str:
-        """The beginning of a possible mark; the text before it is reported."""
+        """Report text up to a possible beginning of a quote, which is returned."""
         while not self._quote.startswith(pending):
             self._write(quoted(pending[0])[1:-1])
             pending = pending[1:]

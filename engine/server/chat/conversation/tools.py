@@ -1,4 +1,4 @@
-"""The tools of a request: what they are, and which may be called."""
+"""The tools of a request, and which of them may be called."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tool:
     def custom(
         cls, name: str, description: str | None, syntax: str = "", definition: str = ""
     ) -> Tool:
-        """A tool that takes a text, of a form if `syntax` ("lark" or "regex") is not empty."""
+        """A tool that takes a text. syntax: "lark", "regex" or empty (any text)."""
         text: JsonDict = {"type": "string"}
         if syntax:
             text["description"] = f"A text of this form ({syntax}):\n{definition}"
@@ -62,7 +62,7 @@ class Tool:
         return cls(name, description, parameters, is_custom=True)
 
     def at(self, path: str) -> Tool:
-        """The tool, as one from this field of the body."""
+        """The tool with `path`, its field in the body."""
         return replace(self, path=path)
 
     def shown(self) -> JsonDict:
@@ -113,9 +113,9 @@ class ToolUse:
     """The functions that a turn may call."""
 
     tools: tuple[Tool, ...]
-    #: Whether it must call, and say nothing else.
+    #: Whether the turn must consist of calls only.
     is_required: bool = False
-    #: Calls after which it ends; None: as many as the model makes.
+    #: Number of calls after which it ends; None: unlimited.
     most_calls: int | None = None
 
     @classmethod

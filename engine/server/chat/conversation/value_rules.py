@@ -19,24 +19,24 @@ from jitney.engine.server.chat.conversation.schema_types import (
 
 #: Keywords that narrow numbers, which all forms write as JSON does.
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-#: Keywords that narrow values, and that no rule here can express.
+#: Keywords that restrict values and that these rules cannot express.
 _INEXPRESSIBLE = (
     *("not", "if", "then", "else", "pattern", "prefixItems", "contains"),
     *("uniqueItems", "unevaluatedItems", "additionalItems", "patternProperties", "propertyNames"),
     *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     "unevaluatedProperties",
 )
-#: Prefixes of keywords that also hold for parts of a schema.
+#: Prefixes of keywords that also apply to parts of a schema.
 _SHARED = ("$defs", "definitions", "$schema", "x-")
-#: Keywords of which only one alternative can be looked at.
+#: Keywords of which only one alternative can be translated.
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 #: Keywords that narrow nothing; format is an annotation (JSON Schema Validation, 7.2.1).
 _NOTES = ANNOTATIONS | {"discriminator", "format"}
 _INTEGER = "/-?(0|[1-9][0-9]{0,15})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][-+]?[0-9]{1,2})?/"
-#: Schemas within one that are translated; more of them are not enforced.
+#: Most subschemas that are translated; further ones are not enforced.
 _MOST_SCHEMAS = 2000
-#: Longer strings than these are not counted by a grammar.
+#: Greatest length of a string that a grammar counts.
 _MOST_COUNTED = 4096
 
 
@@ -48,7 +48,7 @@ class ValueSyntax:
     quote: str
     #: One character of a string, as a regular expression; empty: any that does not begin a quote.
     char: str = ""
-    #: How characters are written that cannot stand for themselves.
+    #: Escapes of characters that cannot appear literally.
     escapes: Mapping[str, str] = MappingProxyType({})
     true: str = "true"
     false: str = "false"
@@ -98,9 +98,9 @@ class ValueRules:
     root: JsonDict
     #: JSON pointers to keywords that the rules do not enforce; written here.
     unenforced: list[str]
-    #: Rules of schemas that were referred to, by their pointers, and of any value.
+    #: Rules of referenced schemas by JSON pointer, and the rule of any value.
     _shared: dict[str, str] = field(default_factory=dict[str, str])
-    #: Schemas that may still be looked at.
+    #: Subschemas that may still be visited.
     _left: int = _MOST_SCHEMAS
 
     def value(self, schema: JsonValue, place: str) -> str:
@@ -168,7 +168,9 @@ class ValueRules:
         return self.lark.one_of(options)
 
     def merged(self, schema: JsonDict, parts: Sequence[JsonValue], place: str) -> JsonDict:
-        """A schema that says what several say. What cannot be joined is not enforced."""
+        """A schema and its parts merged into one; keywords that cannot be merged are not
+        enforced.
+        """
         made = dict(schema)
         for part in parts:
             target = part
@@ -187,7 +189,7 @@ class ValueRules:
         return made
 
     def _are_disjoint(self, schemas: Sequence[JsonValue]) -> bool:
-        """Whether no value fits two of the schemas, as far as their types say it."""
+        """Whether the schemas are disjoint by their types: no value fits two of them."""
         types = [types_of(schema, self.root) for schema in schemas]
         return sum(map(len, types)) == len(frozenset().union(*types))
 
@@ -289,7 +291,7 @@ class ValueRules:
         return None if others is False or schema.get("properties") else others
 
     def embedded(self, schema: JsonValue) -> str:
-        """The rule of a value that is written as JSON; it has what the whole schema shares."""
+        """The rule of a value that is written as JSON, with the definitions of the root schema."""
         if not isinstance(schema, dict):
             schema = {"allOf": [schema]}
         shared = {name: each for name, each in self.root.items() if name.startswith(_SHARED)}
@@ -374,7 +376,7 @@ def _list(value: JsonValue) -> list[JsonValue]:
 def assertions(
     schema: JsonValue, root: JsonDict, place: str, steps: Steps | None = None
 ) -> list[str]:
-    """JSON pointers to the keywords that say more of a value than its type."""
+    """JSON pointers to the keywords that restrict a value beyond its type."""
     steps = steps or new_steps()
     places: list[str] = []
     for keyword, value in schema.items() if isinstance(schema, dict) else ():
