@@ -1,5 +1,5 @@
-"""The generation routes: read the body, run the request, answer at once or as a stream. The route's
-endpoint (`engine.server.app`) cancels them when the client leaves.
+"""Handling of generation requests: read the body, run the request, send the answer whole or as a
+stream. The route's endpoint (`engine.server.app`) cancels it when the client leaves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def read_fields(service: Service, request: Request) -> JsonDict:
 
 
 def checked_body[B: ModelBody](request: Request, kind: type[B], fields: JsonDict) -> B:
-    """The fields as a model; ignored ones and unenforced forms are noted. Raises RequestError."""
+    """Validate the fields; notes ignored and unenforced ones. Raises RequestError."""
     body, ignored = kind.parse(fields)
     notes = Context.of(request).notes
     notes.ignored.extend(ignored)
@@ -110,7 +110,7 @@ def _frames(format: Format, deltas: Deltas) -> Pieces:
 
 
 def _write(format: Format, parts: StreamingWriter, deltas: Deltas) -> bool:
-    """Send the frames of these deltas, unless that has to wait for the client."""
+    """Write the frames of these deltas if the client can take them now; returns whether it did."""
     if not parts.takes_now:
         return False
     parts.write_now(_frames(format, merged(deltas) if len(deltas) > 1 else deltas))
@@ -126,7 +126,7 @@ def _add(format: Format, deltas: Deltas) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint[S]:
-    """A handler as an ASGI application. service: what the routes of its table share."""
+    """A handler as an ASGI application. service: the first argument of the handlers."""
 
     service: S
     handler: Handler

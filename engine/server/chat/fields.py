@@ -1,4 +1,4 @@
-"""What happens to fields that a body does not declare, on all routes.
+"""Treatment of fields that a body does not declare, on all routes.
 
 A name that is not in `FIELDS` is ignored and listed in the header `x-ignored-params`. A hint, which
 helps other providers' servers, is accepted and listed there too unless its value is the default.
@@ -20,21 +20,21 @@ class Rule(NamedTuple):
 
     #: Any value is accepted; else refused.
     is_hint: bool
-    #: Values that ask for nothing, or for what is done anyway. null always does.
+    #: Neutral values, which ask for nothing or for the default behaviour. null always is one.
     neutral: tuple[JsonValue, ...] = ()
 
     def allows(self, value: JsonValue) -> bool:
-        """Whether the value asks for nothing. 1 and true are not the same."""
+        """Whether the value is neutral. 1 and true differ."""
         return value is None or (type(value), value) in [(type(ok), ok) for ok in self.neutral]
 
 
 def hint(*neutral: JsonValue) -> Rule:
-    """A field that is accepted and not followed."""
+    """A field that is accepted and has no effect."""
     return Rule(is_hint=True, neutral=neutral)
 
 
 def refused(*neutral: JsonValue) -> Rule:
-    """A field that is an error unless it has one of these values."""
+    """A field that is an error unless its value is one of these."""
     return Rule(is_hint=False, neutral=neutral)
 
 
@@ -132,8 +132,7 @@ FIELDS: Mapping[str, Rule] = {
     "xtc_probability": refused(0, 0.0),
 }
 
-#: Fields that only OpenAI's routes implement, and the other APIs refuse -> values that ask for
-#: nothing.
+#: Fields that only OpenAI's routes implement, and the other APIs refuse -> neutral values.
 OPENAI_ONLY: Mapping[str, tuple[JsonValue, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),

@@ -1,4 +1,4 @@
-"""The base of all forms of answer: each makes a body of a generation, whole or as a stream."""
+"""Base of all answer formats: each makes a response body, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Format:
     for a stream (SSE frames). Answers come in pieces: work for `TimeSlices`.
     """
 
-    #: Keep-alive of a stream: an event without a field, which clients skip. A comment by itself
-    #: would lose its end in `vllm bench serve` (0.32), and swallow all that follows.
+    #: Keep-alive of a stream: an event without a field, which clients skip. `vllm bench serve`
+    #: (0.32) misreads a single comment and loses all later events.
     keep_alive = b"\n\n"
     #: Headers of a stream.
     stream_headers = StreamingWriter.EVENT_STREAM
@@ -26,11 +26,11 @@ class Format:
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         self.generation = generation
         self.request = generation.request
-        #: Everything that each choice gained, by its index; of a plain answer.
+        #: The merged deltas of each choice, by its index, for a plain answer.
         self._totals = [ChoiceDelta(self._no_tokens()) for _ in generation.choices]
 
     def add(self, choice: Choice, delta: ChoiceDelta) -> None:
-        """Something for a plain answer."""
+        """Add a delta to a plain answer."""
         self._totals[choice.index].extend(delta)
 
     def _no_tokens(self) -> TokenList:
@@ -58,7 +58,7 @@ class Format:
 
     @staticmethod
     def event(body: object) -> Iterator[bytes]:
-        """One of a stream."""
+        """One event of the stream."""
         yield b"data: "
         yield from in_pieces(body)
         yield b"\n\n"

@@ -1,4 +1,4 @@
-"""One HTTP request under way: outputs of its engine requests in, text of its choices out."""
+"""Runs one generation request: collects outputs of its engine requests as deltas of its choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.service import Service
 
 _NO_REASON = ("internal_error", "the engine gave no reason")
-#: Why a sequence ended -> code and message.
+#: Finish reason -> code and message of the error.
 _BAD_ENDS = {
     "deadline": ("deadline_exceeded", "the request's time ran out"),
     "abort": ("draining", "the server ended this request: it stops, or goes to sleep"),
@@ -44,7 +44,7 @@ class _Times:
 
     #: Since it arrived.
     total_s: float
-    #: That it waited for a seat; from there to its first token; from that to its newest one.
+    #: Waiting for a seat; from boarding to the first token; from the first token to the newest.
     queued_s: float
     prompt_s: float
     answer_s: float
@@ -60,11 +60,11 @@ class Generation:
         _, tokenizer = service.ready()
         self.request = request
         self.choices = Choice.all_of(request, tokenizer)
-        #: The prompts as they are repeated, if that is asked for.
+        #: The echoed prompts, if requested.
         self.echoes = [PromptEcho.blank(request, prompt) for prompt in request.prompts]
         #: Tokens of each prompt that came from the prefix cache.
         self.cached_tokens = [0] * len(request.prompts)
-        #: The vectors of the prompts, if they are asked for: float32 as bytes.
+        #: The vectors of the prompts, if requested: float32 as bytes.
         self.embeddings: list[bytes] = [b""] * len(request.prompts)
         self._tokenizer = tokenizer
         self._slices = service.slices
@@ -73,7 +73,7 @@ class Generation:
         self._quotas = service.quotas
         self._tracing = service.tracing
         self._context = context
-        #: Lasts as long as the sequences count against the key.
+        #: Context in which the sequences count against the key.
         self._charged = ExitStack()
         #: Deltas that have not been taken.
         self._news: Mailbox[tuple[Choice, ChoiceDelta]] = Mailbox(service.slices)
@@ -161,7 +161,7 @@ class Generation:
         return deltas
 
     def _hear(self, number: int, output: SequenceOutput) -> None:
-        """Take an output of the n-th engine request. Errors are raised by the next `deltas`."""
+        """Listener of the n-th engine request. Errors are raised by the next `deltas`."""
         if self._news.has_failed:
             return
         try:
@@ -172,7 +172,7 @@ class Generation:
     def _take(self, number: int, output: SequenceOutput) -> None:
         """Take an output of the n-th engine request. Raises RequestError for a bad end."""
         choice = self.choices[number * self.request.sampling.n + output.index]
-        if choice.finish is not None:  # what the core computed before it heard of a stop string
+        if choice.finish is not None:  # computed by the core before it was told of a stop string
             return
         if output.finish in ("error", "deadline", "abort"):
             choice.finish = output.finish
@@ -182,7 +182,7 @@ class Generation:
         is_first = not choice.is_shown
         delta = self._accept(choice, output)
         if delta is not None:
-            # The first may be long: it repeats the prompt if that is asked for.
+            # The first may be long, as it contains an echoed prompt.
             ends_wait = is_first or choice.finish is not None or output.prompt_logprobs is not None
             self._news.put((choice, delta), ends_wait=ends_wait)
         if choice.finish is not None:
@@ -207,7 +207,7 @@ class Generation:
             self.cached_tokens[number] = output.cached_tokens
 
     def _observe_tokens(self, choice: Choice, output: SequenceOutput) -> None:
-        """Charge new tokens to the key, and measure when they came."""
+        """Charge new tokens to the key, and measure latencies."""
         if self._context.spending is not None:
             self._context.spending.spend(len(output.tokens))
         now = time.monotonic()
@@ -219,7 +219,7 @@ class Generation:
         choice.tokens_at = now
 
     def _observe_times(self, choice: Choice, output: SequenceOutput, now: float) -> None:
-        """Measure latencies that a client notices."""
+        """Measure time to first token and time between tokens."""
         if choice.tokens_at:
             self._metrics.itl.observe((now - choice.tokens_at) / len(output.tokens))
         else:
@@ -228,8 +228,8 @@ class Generation:
                 self._metrics.queue.observe(output.queued_s)
 
     def _end_choice(self, choice: Choice, *, by_core: bool) -> None:
-        """Charge and count a complete choice; the core still computes one that ended by a stop
-        string, and is told to abort it.
+        """Charge and count a complete choice. by_core: else it ended by a stop string, and the core
+        is told to abort it.
         """
         if not by_core:
             self._client.abort(choice.engine_request.id, choice.sequence, "stop")
@@ -258,7 +258,7 @@ class Generation:
             self._client.abort(request.id)
 
     def _end(self) -> None:
-        """Abort what is open, and listen no more."""
+        """Abort open engine requests, and ignore further outputs."""
         self._context.end = None
         self._context.completion_tokens = self.completion_tokens
         self._metrics.generated_tokens.inc(self._context.completion_tokens)
@@ -273,7 +273,7 @@ class Generation:
 
 
 def _cut(vector: bytes, dimensions: int | None) -> bytes:
-    """The first numbers of a vector of float32, of length 1 again; all: as they are."""
+    """A float32 vector cut to its first numbers and normalised; unchanged if not cut."""
     whole = np.frombuffer(vector, np.float32)
     if dimensions is None or dimensions >= whole.size:
         return vector

@@ -20,7 +20,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """All that one HTTP request wants."""
+    """A generation request: engine requests and the options of the answer."""
 
     id: str
     #: Seconds since 1970.
@@ -34,12 +34,12 @@ class GenerationRequest:
     sampling: SamplingParams
     #: Choices returned per prompt.
     n: int
-    #: The answer comes piece by piece.
+    #: The answer is streamed.
     stream: bool
     #: A stream ends with a chunk that has the usage; every chunk has it.
     include_usage: bool
     continuous_usage: bool
-    #: Tokens are shown beside the text.
+    #: Token ids are returned with the text.
     return_token_ids: bool
     #: Alternatives shown per token of the prompt; None for no log-probabilities of them.
     prompt_logprobs: int | None
@@ -49,11 +49,11 @@ class GenerationRequest:
     echo: bool = False
     #: Echo without a continuation (max_tokens 0): the one token is dropped.
     prompt_only: bool = False
-    #: Makes what splits the text of a choice into thoughts, content and calls; None: nothing does.
+    #: Makes a choice's parser of thoughts, content and calls; None: the text is not parsed.
     make_parser: Callable[[], AssistantParser] | None = None
-    #: Special tokens that it must see; others are shown only if that is asked for.
+    #: Special tokens that stay in the text for the parser; others stay only if requested.
     seen_ids: frozenset[int] = frozenset()
-    #: Calls of tools after which a choice ends; None: as many as it makes.
+    #: Number of tool calls after which a choice ends; None: unlimited.
     most_calls: int | None = None
     #: Whether each choice must call, so that it has no content.
     must_call: bool = False
@@ -63,14 +63,14 @@ class GenerationRequest:
     tokens_as_ids: bool = False
     #: Whether thoughts are shown.
     shows_reasoning: bool = True
-    #: Prompts that are with the engine at a time, in their order; None: all.
+    #: Most prompts that are in the engine at a time; None: all.
     in_flight: int | None = None
     #: Numbers that each vector is cut to, of length 1 again; None: all.
     dimensions: int | None = None
 
     @property
     def first_group(self) -> int:
-        """Prompts that the engine is given at once."""
+        """Number of prompts to submit at first."""
         together = len(self.engine_requests)
         return together if self.in_flight is None else min(self.in_flight, together)
 

@@ -28,7 +28,7 @@ Schema = JsonDict | bool | Annotated[str, Field(max_length=_MOST_CHARS)]
 class WantedGrammar(NamedTuple):
     """The grammar that an answer must follow."""
 
-    #: The field that says so, to blame if it cannot be used.
+    #: The field that contains it, for errors.
     param: str
     grammar: Grammar
 
@@ -61,7 +61,7 @@ class WantedGrammar(NamedTuple):
 
 
 class _Exact(BaseModel):
-    """Part of a body in which an unknown field is an error: an answer must not be held to less than
+    """Part of a body in which unknown fields are errors: an ignored field would enforce less than
     the request asks for.
     """
 
@@ -69,7 +69,7 @@ class _Exact(BaseModel):
 
 
 class _NamedSchema(_Exact):
-    """The schema of an answer. Unless it is strict, what cannot be enforced is left out."""
+    """The schema of an answer. If it is not strict, unsupported keywords are left out."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     json_schema: Annotated[JsonDict, Field(alias="schema")]

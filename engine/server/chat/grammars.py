@@ -1,4 +1,4 @@
-"""Grammars checked by child processes that can be killed, since some never compile; a cache."""
+"""Checks of grammars in child processes, which are killed if a grammar does not compile; cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 2.0
 #: Size of the cache of results in characters, and the charge per entry.
 _MOST_CHARS = 8 << 20
 _CHARS_EACH = 500
-#: Schemas of one grammar that may take too long, each as long as checking a grammar may.
+#: Most schemas of one grammar that may time out; each gets the time of a whole grammar.
 _MOST_ENDLESS = 2
 _ENDED = ErrorInfo(
     "grammar_too_complex", "compiling the grammar takes too much memory, or ended its process"
@@ -26,9 +26,7 @@ _ENDED = ErrorInfo(
 
 
 class Grammars:
-    """Says whether a model's grammars can be used. A process has 27 MB; none is started before the
-    first grammar.
-    """
+    """Checks grammars for a model. A process takes 27 MB; none is started before the first grammar."""
 
     def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
         self._workers = WorkerPool("compiles grammars", _MODULE, setup, Checked, timeout_s)
@@ -38,7 +36,7 @@ class Grammars:
         #: Checks under way; requests for the same grammar share one.
         self._checks: dict[Grammar, asyncio.Task[Checked]] = {}
         too_long = f"compiling the grammar took longer than {timeout_s:g} s"
-        #: Why there is no answer: it took too long, or its process ended.
+        #: Errors of unfinished checks: a timeout, or a process that ended.
         self._unfinished = (ErrorInfo("grammar_too_complex", too_long), _ENDED)
 
     async def close(self) -> None:
@@ -48,7 +46,7 @@ class Grammars:
         """The usable grammar. Raises RequestError, blamed on `param` or on a tool."""
         result = self._results.get(grammar)
         if result is None:
-            # It goes on when the client leaves: others may wait for the same.
+            # The check goes on if the client leaves: other requests may wait for it.
             result = await asyncio.shield(self._checks.get(grammar) or self._begin(grammar))
         return result.usable(param)
 
@@ -77,8 +75,10 @@ class Grammars:
             return Checked(None, self._unfinished[1])
 
     async def _without_endless(self, grammar: Grammar, result: Checked) -> Checked:
-        """Check without lax schemas that do not finish alone; `found` if there are none or many."""
-        # The rules of enforcement are loaded for such a grammar alone: the process has its own.
+        """Check again without lax schemas that time out alone; `result` if there are none or
+        many.
+        """
+        # Imported only here: the server needs these rules for no other grammar.
         from jitney.engine.core import Enforced, bare, schemas, with_schemas
 
         endless: list[JsonDict] = []

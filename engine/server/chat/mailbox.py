@@ -1,4 +1,4 @@
-"""A queue for one consumer, which reads all its items at once: in a task, or without waking it."""
+"""A queue for one consumer, which takes all items at once: in its task, or in a callback."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jitney.engine.server.http.slices import TimeSlices
 
 
 class Mailbox[T]:
-    """Queues items for one consumer, which takes all of them at once. A stream takes once for each
-    token. So a wait sets no timer of its own: one timer is set again if it fires during a later
-    wait. Nor does a task wake for each token: while it waits, its reader is called with what came,
-    together with all other streams'.
+    """Queues items for one consumer, which takes all of them at once. A stream waits once per
+    token, so waits are cheap: they share one timer, which is set again if it fires during a later
+    wait; and a reader gets new items in a callback, together with the other streams', without
+    waking the consumer's task.
     """
 
     def __init__(self, slices: TimeSlices) -> None:
@@ -23,7 +23,7 @@ class Mailbox[T]:
         self._failure: Exception | None = None
         #: Set when the present wait is over; None while no consumer waits.
         self._taker: asyncio.Future[None] | None = None
-        #: Takes items during the present wait; None: every item ends it.
+        #: Callback for items of the present wait; None: an item ends the wait.
         self._reader: Callable[[list[T]], bool] | None = None
         #: The reader will be called in one of the loop's next turns.
         self._is_due = False
@@ -45,7 +45,7 @@ class Mailbox[T]:
             self._slices.soon(self._read)
 
     def fail(self, error: Exception) -> None:
-        """The first one counts."""
+        """Let the next `take` raise this error; only the first one counts."""
         self._failure = self._failure or error
         self._wake()
 
@@ -68,7 +68,7 @@ class Mailbox[T]:
         return items
 
     def close(self) -> None:
-        """Hold nothing any more: a failure holds frames, and those may hold us."""
+        """Drop all references: a failure's frames may refer to this object."""
         self._items = []
         self._failure = None
         self._stop_timer()
@@ -90,7 +90,7 @@ class Mailbox[T]:
             self._taker = self._reader = None
 
     def _read(self) -> None:
-        """Call the reader with what came, unless the wait is over."""
+        """Call the reader with the new items, unless the wait is over."""
         self._is_due = False
         taker = self._taker
         if taker is None or taker.done() or self._reader is None or not self._items:
@@ -110,7 +110,7 @@ class Mailbox[T]:
             self._timer = loop.call_at(self._ends, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The wait that the timer was set for is over, or was long ago."""
+        """Timer callback: end the present wait if it is due, else set the timer again."""
         self._timer = None
         if self._taker is None:
             return

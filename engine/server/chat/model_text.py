@@ -1,4 +1,4 @@
-"""The served model's texts: limits, tokens, chats, grammars, and how its turns are read."""
+"""Text work of the served model: limits, tokenizing, chats, grammars, and its turn format."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.api")
 
-#: Threads that tokenise, and most of those that were replaced and may still run.
+#: Threads that tokenise, and most replaced threads that may still run.
 _THREADS = 2
 _MOST_LEFT = 8
 #: Seconds after which a thread without work ends.
 _IDLE_S = 5.0
 #: Most characters that a chat template may add to the messages.
 _TEMPLATE_CHARS = 1 << 16
-#: Seconds to learn a template's abilities; else only users and assistants alternate.
+#: Most seconds to find a template's abilities; after that the defaults are used.
 _PROBING_S = 10.0
 #: Most characters that a chat template may make of a small conversation.
 _PROBE_CHARS = 1 << 20
@@ -43,15 +43,15 @@ type _Ready = Callable[[], tuple[EngineInfo, Tokenizer]]
 
 
 class ModelText:
-    """Works on the model's texts, off the event loop and within limits."""
+    """Runs the model's text work off the event loop, within limits."""
 
     def __init__(self, ready: _Ready, settings: ServerSettings):
         self._ready = ready
         self._settings = settings
         self._threads = TextThreads()
-        #: Renders chats in processes; None: on the text threads, which a template may block.
+        #: Renders chats in processes; None: in the text threads, which an endless template blocks.
         self.chat_templates: ChatTemplates | None = None
-        #: Checks grammars in processes; None: the text threads do, with the same danger.
+        #: Checks grammars in processes; None: in the text threads, with the same risk.
         self.grammars: Grammars | None = None
 
     def close(self) -> None:
@@ -64,15 +64,17 @@ class ModelText:
 
     @property
     def most_chars(self) -> int | None:
-        """Characters that fit the context; None: the tokenizer drops some, so there is no limit."""
+        """Most characters that fit the context; None: unknown, as the tokenizer drops
+        characters.
+        """
         info, tokenizer = self._ready()
         longest = tokenizer.longest_token
         return None if longest is None else info.request_limits.longest * longest
 
     def check_chars(self, chars: int, param: str) -> None:
-        """Refuse a text with more characters than the context holds in the longest tokens. Others
-        are bounded by body limits and `tokenize_timeout_s`; a truncated prompt is tokenised whole,
-        since its end alone may give other tokens. Raises RequestError.
+        """Raise RequestError for a text with more characters than the context can hold in the
+        longest tokens. Shorter ones are bounded by the body limit and `tokenize_timeout_s`. A
+        prompt to be truncated is tokenised whole, since its end alone may give other tokens.
         """
         info, _ = self._ready()
         most, limits = self.most_chars, info.request_limits
@@ -81,7 +83,7 @@ class ModelText:
             raise RequestError.too_long(limits.overflow(at_least, 1, is_lower_bound=True), param)
 
     def fill_in(self, param: str) -> FillIn:
-        """How the model fills in the middle. param: the field that asks. Raises RequestError."""
+        """The model's fill-in-the-middle tokens. param: the field to blame. Raises RequestError."""
         _, tokenizer = self._ready()
         if tokenizer.fill_in is None:
             raise RequestError(
@@ -99,13 +101,15 @@ class ModelText:
         *,
         is_truncated: bool = False,
     ) -> str:
-        """A conversation's prompt text. is_truncated: it may be too long. Raises RequestError."""
+        """A conversation's prompt text. is_truncated: it may exceed the context. Raises
+        RequestError.
+        """
         info, tokenizer = self._ready()
         if not tokenizer.has_chat_template:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        # Enough for the longest body, and for as many stored earlier turns as fit.
+        # Enough for the longest body and the stored earlier turns.
         fitting = info.request_limits.longest * (tokenizer.longest_token or 0)
         most = max(self._settings.body_limit(info.model.context_length), fitting) + _TEMPLATE_CHARS
         try:
@@ -140,7 +144,7 @@ class ModelText:
 
 
 class ModelTurns:
-    """The chat format of the model, learnt from its template at the start or the first use."""
+    """The chat format of the model, detected from its template at the start or the first use."""
 
     def __init__(self, ready: _Ready, settings: ServerSettings, text: ModelText):
         self._ready = ready
@@ -156,7 +160,7 @@ class ModelTurns:
         return self._format or self.learn_format(self._ready()[1])
 
     def learn_format(self, tokenizer: Tokenizer) -> TurnFormat:
-        """Find the form of the turns in the model's chat template, which takes some 10 ms."""
+        """Detect the turn format from the chat template; takes some 10 ms."""
         server = self._settings.server
         names = server.tool_call_parser, server.reasoning_parser
         texts = dict.fromkeys((tokenizer.chat_template, tokenizer.tools_template))
@@ -192,14 +196,16 @@ class ModelTurns:
             return ChatAbilities(refusal=reason)
 
     def marker_ids(self, names: Collection[str]) -> frozenset[int]:
-        """Special tokens that a parser must see. names: the functions that may be called."""
+        """Special tokens that a parser needs. names: the functions that may be called."""
         markers = self.format.markers(with_calls=bool(names))
         special = self.special_texts
         return frozenset(special[marker] for marker in markers if marker in special)
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """Token ids of the turns' markers; those in angle brackets also if shown as text."""
+        """Token ids of the turns' markers; also of angle-bracket markers that are normal
+        tokens.
+        """
         if self._special_texts is None:
             _, tokenizer = self._ready()
             self._special_texts = {}
@@ -219,7 +225,7 @@ def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> CheckedG
 
 
 class TextThreads:
-    """Runs text work on a few threads, and replaces those that do not come back."""
+    """Runs text work in a few threads, and replaces threads that hang."""
 
     def __init__(
         self, threads: int = _THREADS, most_left: int = _MOST_LEFT, idle_s: float = _IDLE_S
@@ -243,7 +249,7 @@ class TextThreads:
                 _log.error("too many threads tokenise without an end; no more are added")
 
         done = asyncio.wrap_future(future)
-        # The timer stays when the client leaves: a thread that does not come back must be replaced.
+        # The timer stays if the client leaves: a thread that hangs must be replaced.
         timer = asyncio.get_running_loop().call_later(timeout_s, give_up)
         self._threads.put(job)
         await asyncio.wait((done,), timeout=timeout_s)

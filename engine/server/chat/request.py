@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 #: Most choices of one request, over all its prompts.
 _MAX_CHOICES = 128
-#: Prompts of one request with the engine at a time, per seat: no seat waits for the next.
+#: Prompts of one request in the engine per seat: more than one, so that no seat idles.
 _PER_SEAT = 4
-#: Characters stored of a prompt's end.
+#: Characters of a prompt's end that are stored.
 _TAIL_CHARS = 256
-#: The value of `truncate_prompt_tokens` for: as many as fit.
+#: The value of `truncate_prompt_tokens` for as many as fit.
 _ALL_THERE_IS_ROOM_FOR = -1
-#: Fields of a body that mean the same to the engine.
+#: Fields that are passed to the engine unchanged.
 _SAMPLING_FIELDS = [
     name for name in SamplingParams.__struct_fields__ if name in GenerationBody.model_fields
 ]
@@ -57,20 +57,20 @@ class RouteKind:
     id_prefix: str
     #: The field of the body that is to blame for a prompt.
     prompt_field: str
-    #: max_tokens where none is named, as OpenAI has it; None: to the end of the context.
+    #: Default max_tokens (OpenAI's); None: to the end of the context.
     default_tokens: int | None = None
     #: The field that asks for alternatives.
     logprobs_field: str = "top_logprobs"
     #: The body's names of a chat's fields.
     names: Mapping[str | None, str] = MappingProxyType({})
-    #: Whether a max_tokens that is more than there is room for means: to the end of the context.
+    #: Whether a max_tokens beyond the context is reduced to the room left, instead of refused.
     clamps: bool = False
     #: The field of a tool that its schema stands in.
     tool_schema: str = "function.parameters"
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Name the fields that errors blame, and tools' schemas, as the route does."""
+        """Translate field names in errors to those of the route."""
         try:
             yield
         except RequestError as error:
@@ -105,9 +105,9 @@ class Conversation:
     variables: JsonDict = field(default_factory=dict)
     #: Tools that the model may call; None: none.
     tools: ToolUse | None = None
-    #: How long it shall think; None: as it likes.
+    #: Reasoning effort; None: the model's default.
     effort: ReasoningEffort | None = None
-    #: Tokens that it may think; None: as many as it likes.
+    #: Most tokens of thoughts; None: unlimited.
     thinking_budget: int | None = None
     #: Whether its thoughts are shown.
     shows_reasoning: bool = True
@@ -187,7 +187,7 @@ class RequestBuilder[B: GenerationBody]:
         if body.best_of is not None:
             own["n"] = body.best_of
             if body.best_of > (body.n or 1) and body.logprobs is None:
-                own["logprobs"] = 0  # what the best are chosen by
+                own["logprobs"] = 0  # by which the best are chosen
         return self.sampling(own)
 
     async def embeddings(
@@ -212,13 +212,15 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def group_size(self) -> int:
-        """Prompts of a request with the engine at a time, within what its key may have open."""
+        """Prompts of a request in the engine at a time, within the key's limit of open
+        sequences.
+        """
         info = self.service.info
         most = info.sizes.seats + info.queue.max_waiting_requests
         return min(_PER_SEAT * info.sizes.seats, most, self.service.most_of_key or most)
 
     async def vectors(self, kind: RouteKind, prompts: Sequence[list[int]]) -> GenerationRequest:
-        """The request for what the model's pooling makes of each prompt of tokens."""
+        """The request that pools each prompt of tokens."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         pooling = self.service.info.model.pooling
         request = await self.tokens(kind, prompts, sampling, pooling)
@@ -230,7 +232,7 @@ class RequestBuilder[B: GenerationBody]:
         return self.body.truncate_prompt_tokens is not None
 
     def _check_texts(self, prompts: Sequence[str | list[int]], param: str, also: int = 0) -> None:
-        """Refuse texts that cannot fit. also: characters with each. Raises RequestError."""
+        """Raise RequestError for texts that cannot fit. also: further characters per text."""
         lengths = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
         if not self._is_truncated:
             self.service.text.check_chars(max(lengths, default=0) + also, param)
@@ -311,7 +313,7 @@ class RequestBuilder[B: GenerationBody]:
         grammar = turn.grammar(conversation.tools, answer)
         self.context.notes.unenforced.extend(turn.unenforced)
         if grammar is None or grammar == answer:
-            return sampling  # the answer's own grammar has been checked by itself
+            return sampling  # the answer's own grammar is checked elsewhere
         param = "tools" if conversation.tools is not None else self._grammar_field
         return await self._held_to(sampling, grammar, param)
 
@@ -386,7 +388,7 @@ class RequestBuilder[B: GenerationBody]:
     def _engine_request(
         self, sampling: SamplingParams, prompts: int, pooling: Pooling | None
     ) -> EngineRequest:
-        """The common part of the engine requests of so many prompts."""
+        """The common part of all engine requests of this request."""
         body, context, info = self.body, self.context, self.service.info
         if body.priority and info.queue.order != "priority":
             raise RequestError(
@@ -447,7 +449,7 @@ def _check_choices(choices: int, info: EngineInfo) -> None:
 async def _encoded(
     service: Service, items: Sequence[str | list[int]], suffix: str | None, special: bool
 ) -> list[EncodedPrompt]:
-    """Tokens of items; only texts need a thread: waking one costs more than taking ids."""
+    """Tokens of items. Token ids are handled here, as a thread is needed for texts only."""
     _, tokenizer = service.ready()
 
     def encode() -> list[EncodedPrompt]:
@@ -474,7 +476,7 @@ def _completion_prompt(
 def _banned_sequences(
     words: Sequence[str], tokenizer: Tokenizer
 ) -> Work[tuple[tuple[int, ...], ...]]:
-    """The words' tokens at the beginning of a text, and within one, behind a blank."""
+    """Token sequences of the words, at the beginning of a text and after a blank."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         texts = [word] if word[0].isspace() else [word, " " + word]
@@ -502,7 +504,7 @@ def _for_prompt(
         param = error.info.param
         if param == "logprobs":
             param = kind.logprobs_field
-        if param in ("prompt", "max_tokens"):  # which by now can only be too many after it
+        if param in ("prompt", "max_tokens"):  # the prompt was checked: both are too long together
             param = kind.prompt_field
         raise error.blaming(param) from None
     return request

@@ -1,1 +1,1 @@
-"""Texts, tokens and templates by themselves, in vLLM's and llama.cpp's forms."""
+"""Routes that tokenize, detokenize and apply templates, in vLLM's and llama.cpp's forms."""

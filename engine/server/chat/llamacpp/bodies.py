@@ -20,9 +20,9 @@ from jitney.engine.server.http.answers import Maybe, ResponseModel
 
 #: Most ids of a list that is turned into text.
 _MOST_IDS = 1 << 20
-#: Most other texts of an /infill.
+#: Most further texts in a body of /infill.
 _MOST_EXTRA = 64
-#: Fields that the answer of /infill has no place for.
+#: Fields that the answer of /infill cannot represent.
 _NOT_OF_INFILL = {
     "n": (1,),
     "prompt_logprobs": (),
@@ -44,7 +44,7 @@ class TextTokenizeBody(ModelBody):
     #: The same of content. None: no.
     add_special: bool | None = None
     with_pieces: bool | None = None
-    #: content: read special tokens in the text as such. Always so.
+    #: content: whether special tokens in the text are recognised; they always are.
     parse_special: bool | None = None
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class ChatTokenizeBody(ChatBody):
     count.
     """
 
-    #: Whether each token's text is wanted too.
+    #: Whether to return each token's text too.
     return_token_strs: bool | None = None
 
 
@@ -92,7 +92,7 @@ class DetokenizeBody(ModelBody):
 
 
 class TokenPiece(ResponseModel):
-    """A token and its text; its bytes where they are no whole characters."""
+    """A token and its text, or its bytes if they are not whole characters."""
 
     id: int
     piece: str | list[int]
@@ -153,17 +153,17 @@ class InfillBody(GenerationBody):
 
     input_prefix: str
     input_suffix: str
-    #: Goes on where input_prefix ends: the line that is being written.
+    #: Follows input_prefix: the line that is being written.
     prompt: str | None = None
-    #: Other texts that the model should know of.
+    #: Further texts for the model's context.
     input_extra: Annotated[list[_Extra], Field(max_length=_MOST_EXTRA)] | None = None
     #: llama.cpp's name of max_tokens; -1: as many as there is room for.
     n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
 
 class InfillAnswer(ResponseModel, kw_only=True):
-    """The text in between, or a piece of it: only the last event of a stream has `stop` and what
-    comes after it. tokens come with return_token_ids.
+    """The text in between, or a piece of it: only the last event of a stream has `stop` and the
+    fields after it. tokens come with return_token_ids.
     """
 
     index: int

@@ -1,1 +1,1 @@
-"""Ollama's API: chats, prompts, vectors, and what it says of the served model."""
+"""Ollama's API: chats, prompts, embeddings, and facts of the served model."""

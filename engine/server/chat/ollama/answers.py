@@ -1,4 +1,4 @@
-"""Bodies of Ollama's answers. Durations are nanoseconds; one that only loads has none."""
+"""Bodies of Ollama's answers. Durations are in nanoseconds; answers that only load have none."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jitney.engine.server.http.answers import Maybe, ResponseModel
 class Generated(ResponseModel, kw_only=True):
     """Whole, or a line of a stream; only the last line has done_reason, durations and counts.
 
-    total_duration: since the request arrived. load_duration: that it waited for a seat; the model
-    is loaded. prompt_eval_duration: from there to the first token; eval_duration: from that to the
-    last one. Counts are tokens. created_at: when this was written, RFC 3339.
+    total_duration: since the request arrived. load_duration: the wait for a seat, as the model is
+    always loaded. prompt_eval_duration: from boarding to the first token; eval_duration: from the
+    first token to the last. Counts are tokens. created_at: when this was written, RFC 3339.
     """
 
     model: str
@@ -87,7 +87,7 @@ class OllamaEmbeddingAnswer(ResponseModel):
 
 
 class OllamaVersion(ResponseModel):
-    """GET /api/version: of Ollama, whose forms of that version are spoken here."""
+    """GET /api/version: the release of Ollama whose API this server implements."""
 
     version: str
 
@@ -104,8 +104,8 @@ class OllamaDetails(ResponseModel, kw_only=True):
 
 
 class _KnownModel(ResponseModel, kw_only=True):
-    """The served model under one of its names. size: bytes of its weights. digest: of what decides
-    its answers and its speed.
+    """The served model under one of its names. size: bytes of its weights. digest: of the facts
+    that determine its answers and its speed.
     """
 
     name: str
@@ -130,8 +130,8 @@ class OllamaModelList(ResponseModel):
 
 
 class OllamaRunningModel(_KnownModel, kw_only=True):
-    """size: bytes of its weights; size_vram: of these, that an accelerator holds. digest: of what
-    decides its answers and its speed. expires_at: far away, since the model stays loaded.
+    """size: bytes of its weights; size_vram: bytes of these on an accelerator. digest: of the facts
+    that determine its answers and its speed. expires_at: far away, since the model stays loaded.
     """
 
     expires_at: str

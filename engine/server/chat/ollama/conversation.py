@@ -17,7 +17,7 @@ from jitney.engine.server.chat.request import Conversation, RouteKind, continuin
 from jitney.engine.server.chat.schema import ReasoningEffort
 from jitney.engine.server.http.slices import Work
 
-#: More tokens than there is room for mean as many as there are: num_predict is a bound.
+#: A num_predict beyond the context is reduced to the room left.
 CHAT = RouteKind("chat-", "messages", names=NAMES, clamps=True)
 PROMPT = RouteKind("gen-", "prompt", names={"messages": "prompt", **NAMES}, clamps=True)
 
@@ -40,7 +40,7 @@ def of_chat(body: OllamaChatBody) -> Work[Conversation]:
 
 
 def of_prompt(body: OllamaGenerateBody) -> Conversation:
-    """A prompt as what a user says, behind the system's message if there is one."""
+    """A prompt as a user message, after the system message if there is one."""
     messages: list[JsonDict] = [{"role": "user", "content": body.prompt}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
@@ -73,7 +73,7 @@ class _OpenCalls:
         return id
 
     def answered(self, result: OllamaTurn) -> str | None:
-        """The call that a result answers, by id, by name, else the first; None: there is none."""
+        """Remove the call of a result: by id, by name, else the first. None: no call is open."""
         by_id = [each for each in self._open if each[0] == result.tool_call_id]
         by_name = [each for each in self._open if result.tool_name in (None, each[1])]
         call = next(iter(by_id or by_name or self._open), None)

@@ -61,10 +61,10 @@ class _LineFormat[A: Generated](Format):
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
         self._scores = TokenScores(tokenizer, as_ids=False)
-        #: A call whose arguments are still being written, and these: clients take calls whole.
+        #: The incomplete call and its arguments so far: clients expect complete calls.
         self._call: ToolCallStart | None = None
         self._arguments: list[str] = []
-        # Clients parse every line: an empty one would break their stream.
+        # No keep-alive: clients parse every line, and an empty one is an error.
         self.keep_alive = self._line(OllamaMessage())
 
     @staticmethod
@@ -87,7 +87,7 @@ class _LineFormat[A: Generated](Format):
         return in_pieces(answer)
 
     def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
-        """The tokens stand in the first line, which is empty where none says anything."""
+        """The lines of a delta. The first one has the tokens, even if there is no text."""
         parts = list(self._parts(delta))
         logprobs = self._logprobs(delta.tokens)
         if logprobs is not UNSET and not parts:
@@ -130,7 +130,7 @@ class _LineFormat[A: Generated](Format):
         return delta.events
 
     def _ended_call(self) -> Iterator[OllamaMessage]:
-        """The open call, whole, if there is one."""
+        """The complete open call, if there is one."""
         call, self._call = self._call, None
         if call is not None:
             whole = _tool_call(call.index, call.id, call.name, "".join(self._arguments))

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 _TAG = ":latest"
 #: Class name of a model -> the family's name, as GGUF files spell it.
 _FAMILY = re.compile(r"(\w+?)(?:For[A-Z]|LMHead|Model$)")
-#: When a model is unloaded that stays: far away, since clients read a date.
+#: expires_at of a model that is never unloaded: clients need a date.
 _NEVER = "9999-12-31T23:59:59Z"
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
 def without_tag(name: str) -> str:
-    """A name as it is served, of one that a client has given the usual tag."""
+    """A name without the default tag."""
     return name.removesuffix(_TAG)
 
 

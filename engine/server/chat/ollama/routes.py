@@ -1,4 +1,4 @@
-"""Ollama's routes: the same model, tools and limits in the words of its clients."""
+"""Ollama's routes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from jitney.engine.server.http.streaming import StreamingWriter
 
 _GET = ("GET",)
 _POST = ("POST",)
-#: The release of Ollama whose forms are spoken here: clients decide by it what they may send.
+#: The release of Ollama that is implemented: clients choose their requests by it.
 _VERSION = "0.12.11"
 #: Media type of a stream.
 _LINES = StreamingWriter.JSON_LINES["content-type"]
@@ -90,7 +90,7 @@ async def _generate(service: Service, request: Request) -> ASGIApp:
 async def _continued(
     builder: RequestBuilder[GenerationBody], body: OllamaGenerateBody
 ) -> GenerationRequest:
-    """The request that goes on where the prompt ends, or fills in what stands before the suffix."""
+    """The request that continues the prompt, or fills in before the suffix."""
     service = builder.service
     if body.think is not None:
         builder.context.notes.ignored.append("think")
@@ -119,7 +119,7 @@ def _builder(
 def _answer(
     service: Service, body: OllamaBody, generation: GenerationRequest, format: type[Format]
 ) -> ASGIApp:
-    """Ollama's answers call the model as the client does."""
+    """Run and answer a request; the answer has the client's name of the model."""
     generation = replace(generation, model=body.model or generation.model)
     return GenerationAnswer(service, generation, format)
 
@@ -127,7 +127,7 @@ def _answer(
 def _loaded(
     service: Service, body: OllamaBody, format: type[ChatFormat | GenerateFormat]
 ) -> ASGIApp:
-    """The answer to a request that only wants the model to be there."""
+    """The answer to a request that only loads the model."""
     _served_name(service, body)
     answer = format.answer(body.model or service.model_name, OllamaMessage())
     answer.done, answer.done_reason = True, "load"
@@ -206,7 +206,7 @@ async def _show_version(server: object, request: Request) -> Response:
     return json_answer(OllamaVersion(_VERSION))
 
 
-#: Bodies of any type, since Ollama's own examples leave curl to call them forms.
+#: Any Content-Type is accepted: Ollama's examples use curl's default (a form).
 OLLAMA_ROUTES = (
     HttpRoute(
         "/api/chat",

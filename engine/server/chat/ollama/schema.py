@@ -25,7 +25,7 @@ from jitney.engine.server.http.context import Notes
 _MOST_INPUTS = 2048
 #: Option -> the field of a generation that it stands for, where that has another name.
 _FIELDS = {"repeat_penalty": "repetition_penalty"}
-#: Options that say how a generation goes, by their own names.
+#: Options with the same name as the field of a generation.
 _SAME = (
     "temperature",
     "top_k",
@@ -49,9 +49,7 @@ NAMES: dict[str | None, str] = {
 
 
 class _Options(Part):
-    """How the answer is generated. Others exist, about the program that Ollama runs; they change
-    nothing here.
-    """
+    """Options of the generation. Others, for Ollama's own runtime, are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -66,7 +64,7 @@ class _Options(Part):
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    #: Counts every token of prompt and answer.
+    #: Penalises every token of prompt and answer.
     repeat_penalty: float | None = None
     #: 0: no repeat_penalty. Other windows than all tokens (-1) change nothing here.
     repeat_last_n: int | None = None
@@ -124,7 +122,7 @@ class OllamaBody(ModelBody):
 class _GeneratingBody(OllamaBody):
     """The base of the bodies of /api/chat and /api/generate."""
 
-    #: None: yes.
+    #: Whether the answer is streamed; None: yes.
     stream: bool | None = None
     #: Form of the answer: any JSON, or a JSON schema. "": any text.
     format: Literal["", "json"] | JsonDict | None = None
@@ -226,9 +224,9 @@ class OllamaGenerateBody(_GeneratingBody, _TextOnly):
     prompt: str = ""
     #: The text after the answer, which fills in the middle; "": none.
     suffix: str = ""
-    #: Said before the prompt, in place of the chat template's own words.
+    #: System message, which replaces the chat template's default one.
     system: str = ""
-    #: The prompt is no message of a user: the chat template is left out.
+    #: Whether the prompt is used without the chat template.
     raw: bool = False
 
     @model_validator(mode="after")
@@ -242,7 +240,7 @@ class OllamaEmbedBody(OllamaBody):
     """POST /api/embed."""
 
     input: str | Annotated[list[str], Field(min_length=1, max_length=_MOST_INPUTS)]
-    #: Whether of longer texts the beginning is read; false: they are refused. None: true.
+    #: Whether texts that are too long are cut to their beginning; false: refused. None: true.
     truncate: bool | None = None
     #: Numbers of a vector; fewer than the model makes only where it was trained for that.
     dimensions: Annotated[int, Field(ge=1)] | None = None

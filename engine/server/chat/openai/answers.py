@@ -59,8 +59,8 @@ class CompletionLogprobs(ResponseModel):
 
 
 class PromptLogprob(ResponseModel):
-    """A token that stands, or might have stood, in the prompt. rank: its place among all tokens, 1
-    for the likeliest; null if it is not among those that were asked for.
+    """A token of the prompt, or an alternative. rank: among all tokens, 1 for the likeliest; null
+    if it is not among the requested alternatives.
     """
 
     logprob: float
@@ -73,7 +73,7 @@ type PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(ResponseModel, kw_only=True):
-    """One answer to one prompt, or what a stream adds to it."""
+    """One answer to one prompt, or its addition in a stream."""
 
     index: int
     text: str
@@ -96,7 +96,7 @@ class CompletionAnswer(ResponseModel, kw_only=True):
 
 
 class CompletionChunk(ResponseModel, kw_only=True):
-    """An event of the stream of a completion. usage: with stream_options.include_usage, null but
+    """An event of the stream of a completion. usage: with stream_options.include_usage; null except
     in the last event.
     """
 

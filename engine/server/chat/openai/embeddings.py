@@ -62,7 +62,7 @@ class EmbeddingsBody(EngineBody):
     encoding_format: Literal["float", "base64"] | None = None
     #: Numbers of a vector; fewer only where the model's files allow it. None: all.
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    #: Longer inputs are cut to their last so many tokens; None: they are refused.
+    #: Number of last tokens that longer inputs are cut to; None: they are refused.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     #: Whether the model's own special tokens are put around a text. None: yes.
     add_special_tokens: bool | None = None

@@ -166,7 +166,9 @@ class CompletionFormat(_OpenAIFormat[CompletionChoice]):
         )
 
     def _shown(self, choice: Choice, delta: ChoiceDelta, *, first: bool) -> CompletionChoice:
-        """first: the first one of its choice, where the prompt is repeated if it is to be."""
+        """A choice's text and log-probabilities. first: the first delta, which has an echoed
+        prompt.
+        """
         if self.request.prompt_only:
             delta = ChoiceDelta(self._no_tokens(), finish="length")
         echo = _NO_ECHO
@@ -235,7 +237,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
     def _choices(self) -> Iterator[ChatChoice]:
         for index, choice in enumerate(self._best()):
             total = self._totals[choice.index]
-            assert total.finish is not None  # it is whole
+            assert total.finish is not None  # the answer is complete
             yield ChatChoice(
                 index=index,
                 message=self._message(AssistantMessage.of(self._shown(total.events))),
@@ -308,7 +310,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
 
 
 def _key_text(data: bytes) -> str:
-    """A token as a JSON key; `bytes:..` (OpenAI's form) for part of a character: none collide."""
+    """A token as a unique JSON key; for part of a character `bytes:..`, OpenAI's form."""
     try:
         return data.decode()
     except UnicodeDecodeError:

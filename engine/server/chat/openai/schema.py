@@ -196,7 +196,7 @@ class _AllowedTools(Part):
 
 
 class _Allowed(Part):
-    """Some of the tools."""
+    """A subset of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: _AllowedTools
@@ -235,8 +235,8 @@ _SPECIAL_TOKENS = frozenset(
 
 
 class Message(Part):
-    """One message. An assistant and a tool may say nothing; everyone else must say something, and a
-    tool what call it answers.
+    """One message. Content may be missing in those of assistants and tools only; a tool's message
+    needs the id of its call.
     """
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
@@ -299,7 +299,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: ReasoningEffort | None = None
     #: Whether special tokens are put around the template's text, which has them. None: no.
     add_special_tokens: bool | None = None
-    #: Tokens after which the thoughts are ended and the answer begins.
+    #: Most tokens of thoughts; then they are ended and the answer begins.
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     #: Whether thoughts are shown; None: true.
     include_reasoning: bool | None = None

@@ -53,9 +53,9 @@ class RankingBody(EngineBody):
     instruction: Annotated[str, Field(min_length=1, max_length=_MOST_INSTRUCTION_CHARS)] | None = (
         None
     )
-    #: Longer documents are cut to their first so many tokens; None: to the room that there is.
+    #: Number of first tokens that longer documents are cut to; None: as many as fit.
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    #: The same of query and document together, with the model's own words around them.
+    #: The same for query and document together, with the prompt around them.
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     cache_salt: CacheSalt | None = None
 

@@ -61,7 +61,7 @@ class YesNo:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> YesNo:
-        """Raises RequestError for a vocabulary that has not both words as tokens."""
+        """The kind for a tokenizer. Raises RequestError unless both words are single tokens."""
         yes, no = tokenizer.token_to_id("yes"), tokenizer.token_to_id("no")
         if yes is None or no is None:
             raise RequestError(
@@ -72,7 +72,7 @@ class YesNo:
         return cls(tokenizer, yes, no)
 
     def prompts(self, pairs: Sequence[Pair], body: RankingBody, room: int) -> Prompts:
-        """Blocks. room: tokens of a prompt; those of one query share pages. Raises RequestError."""
+        """The prompts of all pairs; blocks. room: most tokens of a prompt. Raises RequestError."""
         before, behind = self._encode(_BEFORE), self._encode(_BEHIND)
         made = Prompts([], [], [])
         for number, pair in enumerate(pairs):

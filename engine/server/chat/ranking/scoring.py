@@ -1,4 +1,4 @@
-"""Scores of a request's pairs: its prompts go to the engine in groups, as requests of their own."""
+"""Scores of a request's pairs. The prompts are sent to the engine in groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jitney.engine.server.chat.ranking.kinds import Prompts, YesNo, kind_of
 from jitney.engine.server.chat.request import RequestBuilder, RouteKind
 from jitney.engine.server.chat.schema import GenerationBody
 
-#: Alternatives that are asked for with the answer of a model that says yes or no.
+#: Number of alternatives requested from a yes-or-no model.
 _ALTERNATIVES = 20
 #: Makes the request of some prompts of tokens.
 type _Ask = Callable[[Sequence[list[int]]], Awaitable[GenerationRequest]]
@@ -66,7 +66,7 @@ class Scoring:
         return [pair._replace(document=pair.document[:most]) for pair in pairs]
 
     def _note_cut(self, prompts: Prompts) -> None:
-        """A client that names a length knows that it cuts."""
+        """Note cut documents, unless the client has set a length."""
         if self.body.truncate_prompt_tokens is None:
             notes = self.builder.context.notes
             notes.warnings.extend(
@@ -74,8 +74,8 @@ class Scoring:
             )
 
     async def _yes_no(self, kind: YesNo, prompts: Sequence[list[int]]) -> list[float]:
-        """Scores of a yes-or-no model by log-probabilities, which `allowed` does not change. The
-        word not chosen is nearly always among the likeliest, else a second request asks for it.
+        """Scores of a yes-or-no model by log-probabilities, which allowed tokens do not change. If
+        the other word is not among the alternatives, which is rare, a second request asks for it.
         """
         width = min(_ALTERNATIVES, self.builder.service.info.sizes.max_logprobs)
         words = (kind.yes, kind.no)
@@ -120,7 +120,7 @@ class Scoring:
 def _logprobs(output: _Output) -> dict[int, float]:
     """Log-probabilities of the chosen token and the likeliest ones."""
     scores, [chosen] = output.tokens.scores, output.tokens.ids
-    assert scores is not None  # they were asked for
+    assert scores is not None  # they were requested
     logprobs = dict(scores.top(0))
     logprob = scores.logprob(0)
     return logprobs if logprob is None else logprobs | {chosen: logprob}
