@@ -1,5 +1,5 @@
-"""One engine over HTTP: the OpenAI, Anthropic and Ollama APIs, batches and jobs, and the process
-that holds the engine. Imports no jax.
+"""One engine over HTTP: the OpenAI, Anthropic and Ollama APIs, batches and jobs, and the management
+of the engine's process. Does not import jax.
 """
 
 import lazy_loader

@@ -41,7 +41,7 @@ def create_app(
     keys: ApiKeys | None = None,
 ) -> Starlette:
     """The application; `app.state.service` is its `Service`, whose `tokenizer` may be set later.
-    `begin_drain` refuses new requests, `drained` waits for the open ones. extra_routes stand behind
+    `begin_drain` refuses new requests, `drained` waits for the open ones. extra_routes have
     the same keys and limits; lifespans of mounted applications are run. keys: None: the settings'.
     """
     service = Service(client, tokenizer, settings, model_name)

@@ -1,5 +1,5 @@
-"""Use of the device: bytes and operations of the last seconds' steps over their time, beside the
-measured most. Computed from step records on request.
+"""Use of the device: bytes and operations per second of the last steps, compared with measured
+maxima. Computed from step records on request.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.records import RecordRing
 from jitney.engine.common.step_cost import StepCost, StepRows
 
-#: Seconds that are looked back.
+#: Length of the window in seconds.
 WINDOW_S = 15.0
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use over the last WINDOW_S seconds. None: not known, or no step was done."""
+    """Use over the last WINDOW_S seconds. None: unknown, or there was no step."""
 
     #: Share of the time in which a step ran.
     busy: float
     #: Bytes read and written, and operations, a second of the time in which steps ran.
     bytes_s: float | None = None
     operations_s: float | None = None
-    #: The most that was measured of the same.
+    #: Measured maxima of the same.
     ceiling_bytes_s: float | None = None
     ceiling_operations_s: float | None = None
-    #: Shares of the most; a little above 1 where the measurement was disturbed.
+    #: Shares of the maxima; slightly above 1 if the measurement was disturbed.
     bandwidth: float | None = None
     operations: float | None = None
 
@@ -74,7 +74,7 @@ def _work_of(
     logit_rows = steps["bucket_seats"].astype(np.float64)
     if padding_is_free:
         rows -= steps["padding"]
-        # Each row with logits is of a sequence in a seat: at most so many.
+        # Each row with logits belongs to a seated sequence, which bounds their number.
         logit_rows = np.minimum(rows, steps["seats_busy"])
     prompt = steps["prefill"] + steps["recomputed"]
     counts = steps["decode"], prompt, steps["keys"], steps["pairs"]

@@ -1,4 +1,4 @@
-"""Assembles what `jitney serve` needs behind its port: model, engine, tokenizer, processes."""
+"""Assembles the parts of `jitney serve`: model, engine, tokenizer, helper processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TRIAL_CPU_S, _TRIAL_GIB, _TRIAL_S = 20, 4, 180.0
 
 
 class Equipment:
-    """Fetches a model's files, starts its engine, and gives one service all it needs to answer."""
+    """Fetches a model's files, starts its engine, and prepares a service to answer requests."""
 
     def __init__(self, config: Config, client: ProcessClient, display: Display):
         self.config = config
@@ -56,7 +56,7 @@ class Equipment:
             self.display.progress(Progress(stage, done, total, detail))
 
         source = ModelSource.of(self.config, report)
-        ModelSource.draft_of(self.config, source.config, report)  # the engine finds it fetched
+        ModelSource.draft_of(self.config, source.config, report)  # fetch it for the engine
         return source
 
     async def equip(self, service: Service, source: ModelSource) -> tuple[Tokenizer, EngineInfo]:
@@ -68,7 +68,7 @@ class Equipment:
         await _in_thread(lambda: service.turns.learn_format(tokenizer))
         await service.turns.learn_abilities(tokenizer)
         service.tokenizer = tokenizer
-        if source.config.encoder is None:  # an encoder writes nothing that a grammar could hold
+        if source.config.encoder is None:  # an encoder generates no text
             self.client.learn(await _in_thread(lambda: tokenizer.json))
         info = await self.client.wait_ready()
         service.text.grammars = self.grammars = _new_grammars(tokenizer, info)
@@ -96,7 +96,7 @@ class Equipment:
 
 
 def check_adapter_names(config: Config, names: Iterable[str]) -> None:
-    """Raises ConfigError for an adapter that is called as the model itself. names: of the model."""
+    """Raise ConfigError for an adapter with one of the model's names."""
     for name in names:
         if name in config.model.adapter_folders:
             raise ConfigError(f"adapters: {name!r} is what the model itself is called")
@@ -106,7 +106,7 @@ async def _try_tokenizer(source: ModelSource) -> None:
     """Try a tokenizer in a child process, within limits: 2 s of CPU. Raises ModelError."""
     if source.kind == "tiny":
         return
-    # With many threads their stacks would count as memory.
+    # The stacks of many threads would count as memory.
     environ = child_environ() | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     nowhere = asyncio.subprocess.DEVNULL
     limits = str(_TRIAL_CPU_S), str(_TRIAL_GIB)
@@ -138,7 +138,7 @@ def _new_grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:
 async def _in_thread[T](work: Callable[[], T]) -> T:
     """Run blocking work, such as a download, on a thread that the program's end does not await."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from here on it ends only with the work
+    future.set_running_or_notify_cancel()  # cannot be cancelled any more
 
     def body() -> None:
         try:

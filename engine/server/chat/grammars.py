@@ -26,7 +26,7 @@ _ENDED = ErrorInfo(
 
 
 class Grammars:
-    """Checks grammars for a model. A process takes 27 MB; none is started before the first grammar."""
+    """Checks grammars for a model in processes of 27 MB, started with the first grammar."""
 
     def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
         self._workers = WorkerPool("compiles grammars", _MODULE, setup, Checked, timeout_s)

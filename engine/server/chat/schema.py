@@ -1,7 +1,7 @@
 """Common parts of all APIs' bodies: their fields, tools, and how they are checked. A body declares
-the fields that it implements; `chat.fields` has the treatment of all others. null means: not given.
-`SamplingParams` checks ranges; here stand types, sizes and combinations. A sampling parameter is a
-field of `GenerationBody` under its own name (docs/contributing/sampling_parameter.md).
+the fields that it implements; `chat.fields` has the treatment of all others. null means absent.
+`SamplingParams` checks ranges; bodies check types, sizes and combinations. A sampling parameter is
+a field of `GenerationBody` with the same name (docs/contributing/sampling_parameter.md).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jitney.engine.server.http.field_errors import readable
 
 
 class _Limits(NamedTuple):
-    """The most that a body may have of each."""
+    """Limits of a body's fields."""
 
     #: Stop strings.
     stops: int = 64
-    #: Entries of stop_token_ids, before those that are named twice are dropped.
+    #: Entries of stop_token_ids, duplicates included.
     stop_tokens: int = 512
     #: Characters of a field that only labels a request (user, names, ids).
     label_chars: int = 512
     #: Ids of allowed_token_ids.
     allowed_tokens: int = 1 << 20
-    #: Words that are banned, and characters of each.
+    #: Banned words, and characters of each.
     bad_words: int = 256
     bad_word_chars: int = 64
     prompts: int = 128
@@ -60,7 +60,7 @@ _DAY_MS = 86_400_000
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 #: Names of functions; OpenAI takes no dots, and 64 characters.
 _FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
-#: Field of a body -> the field of SamplingParams whose range it has.
+#: Field of a body -> the field of SamplingParams with the same range.
 _SAMPLED_AS = {
     "best_of": "n",
     "max_completion_tokens": "max_tokens",
@@ -98,16 +98,16 @@ class _StreamOptions(Part):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    #: Padding that hides how long the pieces of a stream are; there is none, so true is a hint.
+    #: Padding that hides the lengths of a stream's pieces; not implemented, so true is a hint.
     include_obfuscation: bool | None = None
 
 
-#: Forms that clients may send, of fields that a function checks.
+#: JSON schemas of fields that a function checks.
 _Stop = str | Annotated[list[str], Field(max_length=LIMITS.stops)]
 
 
 def _described(schema: JsonDict, model: type[GenerationBody]) -> None:
-    """Add to a JSON schema what functions check: ranges, and fields that may only be neutral."""
+    """Add to a JSON schema what pydantic does not know: ranges, and fields with neutral values."""
     properties = schema["properties"]
     for name, (low, high, open_low) in _ranges_of(model):
         least = "exclusiveMinimum" if open_low else "minimum"
@@ -120,7 +120,7 @@ def _described(schema: JsonDict, model: type[GenerationBody]) -> None:
 
 
 def _ranges_of(model: type[BaseModel]) -> Iterator[tuple[str, Range]]:
-    """The fields that are held to a range of SamplingParams, some under a name of their own."""
+    """The fields of a model with a range of SamplingParams: name -> field of SamplingParams."""
     for name in model.model_fields:
         limits = _range_of(_SAMPLED_AS.get(name, name))
         if limits is not None and name not in ("max_tokens", "logprobs"):
@@ -134,7 +134,9 @@ def _range_of(field: str) -> Range | None:
 
 
 def ranged(field: str) -> AfterValidator:
-    """Held to the range of a field of SamplingParams, under our field's name (RequestError)."""
+    """A validator with the range of a field of SamplingParams; RequestError names the body's
+    field.
+    """
     limits = _range_of(field)
     assert limits is not None
 
@@ -195,7 +197,7 @@ def prompt_list(
         raise ValueError(
             "must be a string, a list of strings, a list of token ids or a list of such lists"
         )
-    # "" alone is a prompt for a model that begins its texts with a token of its own.
+    # "" is a valid prompt for a model whose texts begin with a special token.
     may_be_empty = value == "" or (empty_texts and _all_of(str, items))
     if not may_be_empty and not all(items):
         raise ValueError(f"a{'n' if what[0] in 'aeiou' else ''} {what} is empty")
@@ -203,7 +205,9 @@ def prompt_list(
 
 
 def _all_of(kind: type, values: list[JsonValue]) -> bool:
-    """Exact types: true is no integer. A generator over half a million ids would take 20 ms."""
+    """Whether all values have exactly this type (true is no integer). A generator expression would
+    take 20 ms for half a million ids.
+    """
     return set(map(type, values)) <= {kind}
 
 
@@ -252,7 +256,7 @@ class ModelBody(Part):
 
     #: Fields of a base that this route refuses -> values that ask for nothing.
     refused: ClassVar[Mapping[str, tuple[JsonValue, ...]]] = {}
-    #: Lists of messages, whose length is looked at before anything else.
+    #: Fields with lists of messages, whose length is checked first.
     counted: ClassVar[tuple[str, ...]] = ("messages", "input")
 
     #: None: the served model.
@@ -275,18 +279,18 @@ class ModelBody(Part):
         return rules_of(cls.model_fields, cls.refused)
 
     def unfollowed(self) -> list[str]:
-        """Paths of what the declared fields ask for and do not get."""
+        """Paths of declared fields whose values have no effect."""
         return []
 
     def unenforced(self) -> list[str]:
-        """Paths of the forms that the answer is not held to."""
+        """Paths of formats that are not enforced."""
         return []
 
 
 class EngineBody(ModelBody):
-    """A body that makes the engine work, with the request's tenant, priority and time limit."""
+    """A body of a route that uses the engine, with tenant, priority and time limit."""
 
-    #: Counts where the order of the server is priority.
+    #: Used if the server's order is `priority`.
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] | None = None
     user: Label | None = None
@@ -327,7 +331,7 @@ class GenerationBody(EngineBody):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
-    #: Log-probabilities name a token "token_id:123" instead of by its text.
+    #: Whether log-probabilities name tokens as "token_id:123" instead of by their text.
     return_tokens_as_token_ids: bool | None = None
     #: -1: as many as leave room for max_tokens.
     truncate_prompt_tokens: Annotated[
@@ -349,7 +353,7 @@ class GenerationBody(EngineBody):
     request_id: Annotated[str | None, AfterValidator(_safe_id)] = None
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
-    #: Prompts of one key share the prefix cache whatever this says.
+    #: A hint: prompts of one key share the prefix cache at any value.
     prompt_cache_key: Label | None = None
 
     def unfollowed(self) -> list[str]:
@@ -387,7 +391,7 @@ class GenerationBody(EngineBody):
         return None
 
     def check_tools(self, names: list[str], *, needs_tools: bool, what: str = "functions") -> None:
-        """Raise a pydantic error unless tools of these names fit the choice of them."""
+        """Raise a pydantic error unless tools with these names exist."""
         if len(set(names)) < len(names):
             raise at_field("tools", f"must not have two {what} of one name")
         if needs_tools and not names:
@@ -465,21 +469,21 @@ class CustomFields(Part):
         return Tool.custom(self.name, self.description, form.syntax, form.definition)
 
     def is_enforced(self, *, required: bool) -> bool:
-        """Whether the input is held to its form; Lark is not: it stands in a JSON string here."""
+        """Whether the input's format is enforced. Lark is not, as the input is part of a JSON
+        string.
+        """
         syntax = None if self.format is None else self.format.syntax
         return syntax is None or (syntax == "regex" and required)
 
 
 class OtherTool(Part):
-    """A tool of which the model is not told: it runs on the servers of one provider, or may only be
-    called from there.
-    """
+    """A tool that the model does not get: a provider's servers run it, or only they may call it."""
 
     type: str
 
     @classmethod
     def of(cls, value: JsonValue) -> OtherTool:
-        """A tool of the type that it names; functions need not name theirs."""
+        """A tool by its `type`, which functions may omit."""
         return cls(type=kind_of(value) or "function")
 
 
@@ -516,7 +520,7 @@ def checked[M: BaseModel](kind: type[M], raw: JsonObject) -> M:
 
 
 def at_field(field: str, message: str) -> PydanticCustomError:
-    """An error of a combination of fields, to be blamed on one of them."""
+    """A validation error of a combination of fields that names one of them."""
     return PydanticCustomError("combination", "{reason}", {"field": field, "reason": message})
 
 

@@ -28,7 +28,7 @@ class TokenLogprob(TopLogprob):
 
 
 class PerToken[T](dict[int, T]):
-    """Values by token id, each made once."""
+    """Cache of values by token id."""
 
     def __init__(self, make: Callable[[int], T]):
         super().__init__()
@@ -45,7 +45,7 @@ def finite(logprob: float) -> float:
 
 
 def id_text(token: int) -> str:
-    """A token's id in the place of its text, in vLLM's form."""
+    """A token's id instead of its text, in vLLM's form."""
     return f"token_id:{token}"
 
 

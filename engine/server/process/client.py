@@ -31,9 +31,9 @@ class EngineClient(Protocol):
     def history(self) -> History: ...
 
     def submit(self, request: EngineRequest, listener: OutputListener) -> None:
-        """Register the request; `listener` hears of its outputs, after this has returned. Each of
+        """Register the request; `listener` gets its outputs, not before this has returned. Each of
         the n sequences ends with an output with `finish`: "error" if the core refuses it, or dies
-        and no other continues it. Raises RequestError (loading, restarting, draining, engine_dead).
+        without a successor. Raises RequestError (loading, restarting, draining, engine_dead).
         """
         ...
 
@@ -52,7 +52,9 @@ class EngineClient(Protocol):
         ...
 
     async def page_map(self) -> SeatMap:
-        """Page states without seats, which costs the core little. Raises as `seat_map`."""
+        """Page states without seats, which is cheap for the core. Raises RequestError like
+        `seat_map`.
+        """
         ...
 
     async def sleep(self, *, abort: bool = False) -> int:
@@ -62,11 +64,11 @@ class EngineClient(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take the memory again and serve; nothing if awake. Raises RequestError."""
+        """Allocate the memory again and serve; does nothing if awake. Raises RequestError."""
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Let no later prompt find what was computed for an earlier one. Raises RequestError."""
+        """Drop all cached pages of prompts. Raises RequestError."""
         ...
 
     def last_step_age(self) -> float:

@@ -13,7 +13,7 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import ROW_KINDS
 
 _STEP_KINDS = ("decode", "mixed")
-#: Why a core ended, see `faults.CoreEnd`.
+#: Causes of a core's end, see `faults.CoreEnd`.
 _CAUSES = ("died", "failed", "hung", "not started")
 #: Upper bounds in seconds of the step-time histograms.
 _STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -45,7 +45,7 @@ def _zeros(names: Iterable[str]) -> Callable[[], dict[str, int]]:
 
 @dataclass(eq=False)
 class EngineCounters:
-    """Running totals over the life of the API process; written by the client alone."""
+    """Running totals over the life of the API process; written only by the client."""
 
     #: Steps by kind: decode, mixed.
     steps: dict[str, int] = field(default_factory=_zeros(_STEP_KINDS))
@@ -56,27 +56,27 @@ class EngineCounters:
     compiles: int = 0
     #: Sequences that ended because a logit was not finite.
     nan_rows: int = 0
-    #: Cores started to replace one that ended, in all and by why it ended.
+    #: Restarts of the core, in all and by the cause of its end.
     engine_restarts: int = 0
     restart_causes: dict[str, int] = field(default_factory=_zeros(_CAUSES))
-    #: Requests that went on in another core.
+    #: Requests continued by another core.
     resumed: int = 0
-    #: Sequences computed again with the reference.
+    #: Sequences that the canary computed again with the reference kernels.
     canary_checked: int = 0
     #: Those that differed by more than rounding explains.
     canary_mismatched: int = 0
     #: Largest difference of two log-probabilities.
     canary_worst: float = 0.0
-    #: Grammars: masks and compilations, with the seconds of each; compiled ones in the cache.
+    #: Grammars: masks and compilations with their seconds; compiled grammars in the cache.
     masks: int = 0
     mask_seconds: float = 0.0
     grammars_compiled: int = 0
     grammar_seconds: float = 0.0
     grammars_kept: int = 0
-    #: Sequences that wait, and their prompt tokens.
+    #: Waiting sequences, and their prompt tokens.
     waiting: int = 0
     waiting_tokens: int = 0
-    #: Predicted wait of a request behind all that wait now, seconds.
+    #: Predicted wait in seconds of a request behind all waiting ones.
     predicted_wait: float = 0.0
     #: Seconds from one step's result to the next one's, by (kind of step, rows of its program).
     step_seconds: dict[tuple[str, int], Histogram] = field(
@@ -84,9 +84,9 @@ class EngineCounters:
     )
     #: Seconds before each step in which the device had nothing to do.
     host_gap_seconds: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS))
-    #: Share of the seats that were taken, of each step.
+    #: Share of occupied seats in each step.
     seat_fill_ratio: Histogram = field(default_factory=lambda: Histogram(_FILL_BOUNDS))
-    #: The newest record (numpy scalar of `records.STEP_DTYPE`), which the gauges read.
+    #: The newest record (numpy scalar of `records.STEP_DTYPE`), for the gauges.
     last: Any = None
 
     def observe_step(self, record: Any) -> None:
@@ -106,7 +106,7 @@ class EngineCounters:
         self.last = record
 
     def observe_outputs(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Count what only the outputs tell: rows whose logits were not finite."""
+        """Count sequences that ended because of logits that are not finite."""
         for output in outputs:
             if output.error_code == "nan_logits":
                 self.nan_rows += 1
@@ -119,7 +119,7 @@ class EngineCounters:
             self.canary_worst = max(self.canary_worst, finding.apart)
 
     def observe_grammars(self, work: GrammarWork) -> None:
-        """Add what grammars have cost."""
+        """Add the cost of grammars."""
         self.masks += work.masks
         self.mask_seconds += work.mask_s
         self.grammars_compiled += work.compiled
@@ -127,7 +127,7 @@ class EngineCounters:
         self.grammars_kept = work.kept
 
     def observe_idle(self, waiting: int) -> None:
-        """Note an idle tick or a lost core: no seat is taken. waiting: queued sequences."""
+        """Note an idle tick or a lost core: no seat is occupied. waiting: queued sequences."""
         self.waiting, self.waiting_tokens = waiting, 0
         self.predicted_wait = 0.0
         if self.last is not None:
@@ -135,7 +135,7 @@ class EngineCounters:
             self.last["seats_busy"] = self.last["pages_used"] = 0
 
     def observe_restart(self, cause: str, resumed: int) -> None:
-        """A core is started to replace one that ended. resumed: requests that it gets."""
+        """Count a restart of the core. resumed: number of requests that the new core continues."""
         self.engine_restarts += 1
         self.restart_causes[cause] += 1
         self.resumed += resumed

@@ -1,5 +1,5 @@
-"""Answers to a core that fails: how it ended, when to start the next, which request ended it, and
-which are refused for a while. Failures of a step alone are `engine.core.faults`.
+"""Handling of core failures: the cause of an end, the restart policy, the request to blame, and the
+requests that are refused for a while. Failures of a single step are in `engine.core.faults`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.server.process.stream import Stream
 
-#: Why a core ended: by itself or killed from outside; after reporting an error; killed because it
-#: hung; with the leader of its engine, in order; or its process could not be started.
+#: Causes of a core's end: it died or was killed from outside; it reported an error; it was killed
+#: because it hung; the leader of its engine ended in order; its process could not be started.
 type _Cause = Literal["died", "failed", "hung", "left", "not started"]
 
 
@@ -29,16 +29,16 @@ class CoreEnd:
     cause: _Cause
     #: One line for the log, and for requests that find the engine dead.
     why: str
-    #: It had got ready.
+    #: The core had been ready.
     ready: bool = False
-    #: A request may be the reason: the core was not killed from outside.
+    #: A request may be the cause: the core was not killed from outside.
     crashed: bool = False
-    #: It refused its model, its settings or this machine.
+    #: The core refused its model, its settings or this machine.
     refused: bool = False
 
     @property
     def lost_host(self) -> bool:
-        """Another host of its engine is gone, or one that it shares experts with."""
+        """Whether it lost another host of its engine, or one it shares experts with."""
         return self.cause == "failed" and not self.crashed
 
     def repeats(self, earlier: CoreEnd | None) -> bool:
@@ -50,7 +50,7 @@ class CoreEnd:
 
     @property
     def summary(self) -> str:
-        """One line for the page, without an exception's text."""
+        """One line for the page, without text of exceptions."""
         if self.cause == "failed":
             return "the engine process stopped after an error, which the log names"
         return self.why
@@ -58,13 +58,13 @@ class CoreEnd:
 
 @dataclass(eq=False)
 class RestartPolicy:
-    """Decides whether a core that ended is started again, and after how long."""
+    """Decides whether and when a core is started again."""
 
     #: Restarts are counted within this many seconds.
     window_s: ClassVar[float] = 600.0
     #: After a core has been ready for so many seconds, earlier restarts do not count.
     proven_s: ClassVar[float] = 60.0
-    #: First and longest pause, s; it doubles while cores end alike within `lived_s` of being ready.
+    #: First and longest pause in seconds; doubles while cores end alike within `lived_s` of ready.
     backoff_s: ClassVar[tuple[float, float]] = (0.5, 30.0)
     lived_s: ClassVar[float] = 5.0
 
@@ -74,10 +74,10 @@ class RestartPolicy:
     several_hosts: bool = False
     #: time.monotonic() of the restarts that count.
     restarts: deque[float] = field(default_factory=deque[float])
-    #: When the newest core got ready; None: no core has been ready yet.
+    #: Time at which the newest core got ready; None: none has been ready yet.
     ready_at: float | None = None
     _last_end: CoreEnd | None = None
-    #: Cores that ended like the last one in a row, each soon.
+    #: Number of cores in a row that soon ended like the last one.
     _repeats: int = 0
 
     def core_ready(self) -> None:
@@ -102,7 +102,7 @@ class RestartPolicy:
         return min(first * 2**self._repeats, longest)
 
     def _is_hopeless(self, end: CoreEnd) -> bool:
-        """Whether the next core would fail too: this one refused, hung, or failed twice alike."""
+        """Whether a next start would fail too: this one refused, hung, or failed twice alike."""
         if self.ready_at is not None or end.ready or end.cause == "died":
             return False
         if end.refused or end.cause == "hung" or self.several_hosts:
@@ -111,7 +111,7 @@ class RestartPolicy:
 
 
 class CrashBlame:
-    """Finds the request that ends cores. Requests that were in two crashes are given to the next
+    """Finds the request that crashes cores. Requests that were in two crashes are given to the next
     core one by one, each until it has a few more tokens; if the core crashes then, that request is
     to blame. A core killed from outside says nothing about its requests.
     """
@@ -154,7 +154,7 @@ class CrashBlame:
         return at_once + self._next()
 
     def waits(self, stream: Stream) -> bool:
-        """Whether the core does not have a request yet."""
+        """Whether a suspected request has not been given to the core yet."""
         return stream in self._waiting
 
     def progressed(self, stream: Stream) -> list[Stream]:
@@ -179,9 +179,9 @@ def _tokens_of(stream: Stream) -> int:
 
 
 class Blocklist:
-    """Requests that made the engine fail. Equal ones are refused for a while, from any client."""
+    """Requests that made the engine fail. Equal requests of any client are refused for a while."""
 
-    #: Seconds that a request is refused, and how many are remembered.
+    #: Seconds that a request is refused; most requests that are remembered.
     _SECONDS, _MOST = 60.0, 256
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -214,6 +214,6 @@ class Blocklist:
 
 
 def _digest(request: EngineRequest) -> bytes:
-    """Digest of prompt and parameters. Without the seed: by default each request has another."""
+    """Digest of prompt and parameters, without the seed, which differs by default."""
     sampling = msgspec.structs.replace(request.sampling, seed=None)
     return blake2b(msgspec.msgpack.encode((request.prompt, sampling)), digest_size=16).digest()

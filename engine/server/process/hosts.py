@@ -1,4 +1,4 @@
-"""The core's process on several hosts: meeting the others, and ending with any of them."""
+"""The core's process of an engine on several hosts: joining the others, and ending with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.config import Config, configuration_digest, short
 from jitney.engine.core import Hello, Leader, Lost, ModelSource, Worker
 
-#: Errors that a host finds by itself, or all of them alike, whether or not another is gone.
+#: Errors that do not result from the loss of another host.
 _FOUND_ALONE = (ConfigError, ModelError)
 #: Milliseconds for the last message.
 _LINGER_MS = 2000
@@ -30,16 +30,17 @@ def met(
     address: str,
     adapters: dict[str, int] | None = None,
 ) -> Iterator[Leader | Worker]:
-    """Meet the other hosts, and notify them when this one ends. address: the parent's socket.
-    adapters: numbers by name; host 0's hold. Raises ConfigError if they do not come or refuse this
-    one; an error inside may follow from a lost host, whose loss is then the reason.
+    """Context of the connection to the other hosts, which are notified of its end. address: the
+    parent's socket. adapters: numbers by name; those of host 0 are used. Raises ConfigError if a
+    host does not connect or refuses this one. Errors inside that follow from the loss of a host
+    are replaced by that loss.
     """
     hosts = _meet(config, source, report, _ender(address), adapters)
     name = f"host {hosts.host_id}"
     try:
         yield hosts
     except BaseException as error:
-        # A device that waits for a lost host fails with an error of its own, before or after that.
+        # A device that waits for a lost host fails with another error, before or after the loss.
         if not isinstance(error, _FOUND_ALONE):
             hosts.wait_for_loss()
         hosts.leave(f"{name} cannot go on: {error}", failed=True)
@@ -58,7 +59,7 @@ def _meet(
         report(messages.Progress("hosts", done, total, detail))
 
     engine = config.engine
-    versions = f"jitney {version('jitney')}, jax {version('jax')}"  # others compile other programs
+    versions = f"jitney {version('jitney')}, jax {version('jax')}"  # must agree: programs differ
     hello = Hello(engine.host_id, versions, _digest(config, source))
     where = engine.coordinator, engine.n_hosts
     if engine.host_id:
@@ -74,7 +75,9 @@ def _digest(config: Config, source: ModelSource) -> str:
 
 
 def _ender(address: str) -> Lost:
-    """A callback that ends this process from any thread: work with a lost host never returns."""
+    """A callback that ends this process from any thread, as calls that wait for a lost host
+    hang.
+    """
 
     def lost(reason: str, failed: bool) -> None:
         code = "engine_dead" if failed else messages.Fatal.host_lost

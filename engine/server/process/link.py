@@ -1,4 +1,4 @@
-"""A core process as its parent holds it, with two sockets in a private folder."""
+"""The parent's side of a core process, with two sockets in a private folder."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jitney.engine.common.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.config import Config
 from jitney.engine.server.process.main import SOCKET_NAMES, Start, remove_folder
 
-#: Has glibc ask for huge pages: a CPU's step reads all weights.
+#: Makes glibc use huge pages, since a step on a CPU reads all weights.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-#: numpy's threads would wait for each other in a loop, half of the kernels' proof.
+#: numpy's threads would busy-wait, which takes half of the time of the kernels' proof.
 _ONE_NUMPY_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-#: Descriptors that a link takes: sockets, their connections, lock, pipe, process, and a start's.
+#: File descriptors of a link: sockets, their connections, lock, pipe, process, and some at a start.
 _DESCRIPTORS = 16
 _FOLDER_PREFIX = "jitney-core-"
-#: A sweep by another server may take a folder in the moment between its making and its lock.
+#: Attempts to make a folder: another server's cleanup may remove it before it is locked.
 _FOLDER_TRIES = 3
 _decode = msgspec.msgpack.Decoder(messages.FromCore).decode
 
@@ -87,29 +87,31 @@ def _remove_if_left(folder: str) -> None:
 
 @dataclass(slots=True)
 class CoreLink:
-    """A core process and the sockets to it. A restart makes a new one: old messages are lost."""
+    """A core process and its sockets. A restart makes a new link; messages of the old one are
+    lost.
+    """
 
     to_core: zmq.Socket
     from_core: zmq.asyncio.Socket
     process: asyncio.subprocess.Process
     #: The core has sent `Ready`. This and the following fields are written by the supervisor.
     ready: bool = False
-    #: The core has the tokenizer.
+    #: The core has got the tokenizer.
     learned: bool = False
-    #: Why the core ended, if it said so.
+    #: The reason of its end that the core reported.
     fatal: ErrorInfo | None = None
-    #: The reason why the leader of its engine ended it; empty: it did not.
+    #: The leader's reason for ending the core; empty: it has not.
     left: str = ""
-    #: It was silent for too long and was killed.
+    #: The core was killed because it was silent for too long.
     hung: bool = False
     #: Hosts that the core waits for, from its newest message about that.
     awaits: list[int] = field(default_factory=list)
-    #: Questions that wait for an answer, by their tickets.
+    #: Futures of questions without an answer yet, by ticket.
     tickets: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     _new_tickets: Iterator[int] = field(default_factory=itertools.count)
 
     def send(self, message: messages.ToCore) -> None:
-        """Queue a message; one to a dead core is dropped, since its death is handled anyway."""
+        """Queue a message; it is dropped if the core is dead, as its death is handled elsewhere."""
         with contextlib.suppress(zmq.Again):
             self.to_core.send(messages.encode(message), zmq.NOBLOCK)
 
@@ -135,7 +137,7 @@ class CoreLink:
             self.tickets.pop(ticket, None)
 
     def answer(self, message: messages.SeatMap | messages.Done | messages.AdaptersSet) -> None:
-        """Complete the question with this ticket, if it still waits."""
+        """Complete the question with this ticket, if it is still open."""
         waiter = self.tickets.pop(message.ticket, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(message)
@@ -153,8 +155,8 @@ class CoreLink:
 
 
 class LinkRuntime:
-    """Resources that links need even when no descriptor is left: ZeroMQ's threads, and spare
-    descriptors. libzmq ends the process if a new context gets none, so all links share one.
+    """Resources for links when the process is out of file descriptors: ZeroMQ's threads and spare
+    descriptors. libzmq aborts if a new context gets none, so all links share one context.
     """
 
     def __init__(self) -> None:
@@ -165,13 +167,13 @@ class LinkRuntime:
         self.keep_spare()
 
     def keep_spare(self) -> None:
-        """Take as many descriptors as the next link will need, or as there are."""
+        """Reserve the descriptors that the next link will need, as far as possible."""
         with contextlib.suppress(OSError):
             while len(self._spare) < _DESCRIPTORS:
                 self._spare.append(os.open(os.devnull, os.O_RDONLY))
 
     def free_spare(self) -> None:
-        """Give them back, for a link that is about to be opened."""
+        """Release the spare descriptors, right before a link is opened."""
         while self._spare:
             os.close(self._spare.pop())
 
@@ -202,7 +204,7 @@ class LinkRuntime:
                 await link.process.wait()
 
     def close(self) -> None:
-        """Let go of everything; links must be closed before."""
+        """Release everything; links must be closed before."""
         self.free_spare()
         self.context.destroy(linger=0)
 
@@ -219,8 +221,6 @@ async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
         stdout=None,
         env=core_environ(config),
     )
-    assert (
-        process.stdin is not None
-    )  # asked for above; it stays open for as long as this process lives
+    assert process.stdin is not None  # requested above; open for the life of this process
     process.stdin.write(msgspec.json.encode(start) + b"\n")
     return process

@@ -1,6 +1,6 @@
-"""The core in a process of its own, started by `engine.server.process.supervisor`. The parent
-writes a line of JSON (`Start`) to our standard input and holds that pipe open: its end tells that
-the parent is gone. Messages go over two one-way ZeroMQ sockets.
+"""The core's process, started by `engine.server.process.supervisor`. The parent writes a line of
+JSON (`Start`) to its standard input and keeps that pipe open: end of file means that the parent is
+gone. Messages go over two one-way ZeroMQ sockets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.core")
 
-#: Seconds that a follower listens to the first host before it looks whether it is to end.
+#: Seconds that a follower waits for the first host before it checks for a shutdown.
 _LISTEN_S = 0.2
 #: Seconds between ticks of an idle core, and ticks between checks of the page pool.
 _TICK_S = 1.0
@@ -59,22 +59,22 @@ class Start(msgspec.Struct, frozen=True):
     #: Function that builds the core, MODULE:FUNCTION.
     builder: str
     log_level: str = "info"
-    #: Numbers of adapters by name, as an earlier core had them.
+    #: Adapter numbers by name, from an earlier core.
     adapters: dict[str, int] = {}
 
     @property
     def to_core(self) -> str:
-        """The address of the socket that we read."""
+        """The address of the socket that the core reads."""
         return f"ipc://{self.folder}/to"
 
     @property
     def from_core(self) -> str:
-        """The address of the socket that we write to."""
+        """The address of the socket that the core writes to."""
         return f"ipc://{self.folder}/from"
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder of sockets; what does not go stays."""
+    """Remove a folder of sockets; errors are ignored."""
     for name in SOCKET_NAMES:
         with contextlib.suppress(OSError):
             Path(folder, name).unlink()
@@ -106,7 +106,8 @@ def main() -> int:
             (inbox, start.to_core),
             (outbox, start.from_core),
         ):
-            # A bound would drop or block; the scheduler's caps bound what is in flight.
+            # No high-water mark, which would drop messages or block; the scheduler bounds their
+            # number.
             socket.set_hwm(0)
             socket.linger = _LINGER_MS
             socket.connect(address)
@@ -116,13 +117,13 @@ def main() -> int:
 
         status = _guarded(start, inbox, send)
     if start.config.get("engine", {}).get("n_hosts", 1) > 1:
-        # At an ordinary end jax waits for the other hosts, of which some may be gone.
+        # At a normal exit jax would wait for the other hosts, which may be gone.
         os._exit(status)
     return status
 
 
 def _die_with_parent(folder: str) -> None:
-    """End with the parent: an orphan would hold the device. Its sockets' folder goes too."""
+    """End with the parent, since an orphan would hold the device; removes the sockets' folder."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     remove_folder(folder)
@@ -152,7 +153,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, send: _Send) -> None:
     config = Config.model_validate(start.config, strict=False)
     source = ModelSource.of(config)
     if config.engine.n_hosts > 1:
-        # Only engines on several hosts load what hosts need.
+        # Imported here: only engines on several hosts need it.
         from jitney.engine.server.process.hosts import met
 
         with met(config, source, send, start.from_core, start.adapters) as hosts:
@@ -163,7 +164,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, send: _Send) -> None:
 
 
 def _numbered(start: Start) -> dict[str, Any]:
-    """Arguments of the core's builder about an earlier core's adapters."""
+    """Keyword arguments for the core's builder: the adapter numbers of an earlier core."""
     return {"adapters": start.adapters} if start.adapters else {}
 
 
@@ -176,7 +177,7 @@ def _start_serving(
 ) -> None:
     """Report that the core is ready, and serve. joined: the core, if it runs in lockstep."""
     core.on_first_step = lambda step: send(messages.FirstStep(step))
-    for message in _received(inbox, 0.0):  # the tokenizer, as a rule: to read it takes a while
+    for message in _received(inbox, 0.0):  # usually the tokenizer, which takes a while to read
         _handle(core, message, send)
     send(messages.Ready(info))
     _serve(core, inbox, send, joined)
@@ -207,7 +208,7 @@ def _serve_together(
     if follower.adapters is not None:
         follower.adapters.on_accepted = lambda folders: send(messages.AdaptersFollowed(folders))
     send(messages.Ready(info))
-    # From a thread: the first host judges how long a step may take.
+    # In a thread: only the first host limits how long a step may take.
     threading.Thread(target=_tick, args=(start.from_core,), daemon=True).start()
     _freeze()
     left = _follow(follower, hosts, lambda: _is_shut_down(inbox))
@@ -218,7 +219,7 @@ def _serve_together(
 def _follow(
     follower: Follower, hosts: Worker, is_shut_down: Callable[[], bool]
 ) -> messages.PeerLeft | None:
-    """Do what the first host does until it ends, or until we are shut down (None)."""
+    """Run the first host's steps until it ends, or until this core is shut down (None)."""
     from jitney.engine.core import Leave
 
     while not is_shut_down():
@@ -246,7 +247,7 @@ def _is_shut_down(inbox: zmq.Socket) -> bool:
 
 
 def _freeze() -> None:
-    """Weights, executables and modules live for ever: no collection needs to look at them again."""
+    """Exclude weights, executables and modules from garbage collection, as they live for ever."""
     gc.collect()
     gc.freeze()
 
@@ -305,7 +306,7 @@ def _received(
 
 
 def _handle(core: EngineCore, message: messages.ToCore, send: _Send) -> None:
-    """Give one message to the core; its consequences come out of the next step."""
+    """Give one message to the core; results come with the next step."""
 
     def alive() -> None:
         send(messages.Heartbeat(waiting=0))

@@ -1,4 +1,4 @@
-"""Open requests on the server's side: outputs, ends, and their way into the next core."""
+"""The open requests of the server: outputs, ends, and their continuation in the next core."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jitney.engine.server.process.supervisor import CoreSupervisor, ignore
 
 #: Seconds to wait for an answer about seats or pages.
 _SEAT_MAP_S = 2.0
-#: Seconds to wait for a core to free its device's memory or to take it again: some 100 GB.
+#: Seconds to wait for a core to free or allocate its device's memory (some 100 GB).
 _SLEEP_S = 120.0
 #: Seconds between two tries to put a busy core to sleep.
 _SLEEP_RETRY_S = 0.25
-#: Seconds after its deadline at which a request is ended here if the core has not ended it.
+#: Seconds after a request's deadline at which the server ends it if the core has not.
 _DEADLINE_GRACE_S = 1.0
 _REFUSALS = {
     "loading": "the model is still loading",
@@ -37,7 +37,7 @@ _REFUSALS = {
     "draining": "the server is shutting down",
     "engine_dead": "the engine is gone",
 }
-#: States that end by themselves, soon.
+#: States that soon end by themselves.
 _PASSING = ("loading", "restarting", "draining")
 _DEADLINE = ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done")
 _CUT_OFF = ErrorInfo(
@@ -51,9 +51,9 @@ _BLAMED = ErrorInfo(
 
 @dataclass(eq=False)
 class _JointDrain:
-    """The drain of engines that share experts: all drain, and end, together."""
+    """State of a joint drain: engines that share experts drain and end together."""
 
-    #: There are such engines beside this one.
+    #: The engine shares experts with others.
     shares_experts: bool
     #: This engine has no open request left.
     drained: bool = False
@@ -132,7 +132,7 @@ class ProcessClient(CoreSupervisor):
         link = self._ready_link
         if link is not None and not self._blame.waits(stream):
             link.send(messages.Abort(request_id, index, reason))
-        else:  # no core has it
+        else:  # the core does not have the request
             self._take_outputs(stream.asked_ends())
 
     def forget(self, request_id: str) -> None:
@@ -140,7 +140,7 @@ class ProcessClient(CoreSupervisor):
         if stream is None:
             return
         stream.listener = ignore
-        if not stream.open <= stream.asked.keys():  # the core has not been told of all ends yet
+        if not stream.open <= stream.asked.keys():  # not all ends have been sent to the core yet
             self.abort(request_id)
         self._close_stream(stream)
         self._go_on_after_trial(stream)
@@ -159,7 +159,7 @@ class ProcessClient(CoreSupervisor):
         self._deliver(report.outputs)
 
     def _take_outputs(self, outputs: list[SequenceOutput]) -> None:
-        """Deliver outputs that are made here because no core will make them."""
+        """Deliver outputs made by the server in place of the core."""
         self.history.take(messages.StepReport(outputs))
         self._deliver(outputs)
 
@@ -177,7 +177,7 @@ class ProcessClient(CoreSupervisor):
             self._go_on_after_trial(stream)
 
     def _go_on_after_trial(self, stream: Stream) -> None:
-        """If this request is on trial and has progressed, send the core the next ones."""
+        """If this request is on trial and has progressed, send the next requests to the core."""
         if stream is not self._blame.on_trial:
             return
         link = self._ready_link
@@ -185,7 +185,7 @@ class ProcessClient(CoreSupervisor):
             _send_resumed(link, self._blame.progressed(stream))
 
     def _close_stream(self, stream: Stream) -> None:
-        """Remove a request for which no more outputs are expected."""
+        """Remove a request that gets no more outputs."""
         if stream.closed:
             return
         del self._streams[stream.id]
@@ -319,8 +319,8 @@ class ProcessClient(CoreSupervisor):
         await self._answering_link().ask(messages.ResetPrefixCache, _SEAT_MAP_S)
 
     async def set_adapters(self, adapters: tuple[str, ...]) -> messages.AdaptersSet:
-        """Serve these adapters, NAME=FOLDER each, also in later cores; engines that share experts
-        only name changed ones. Raises RequestError, naming one that cannot be loaded.
+        """Serve these adapters, NAME=FOLDER each, also in later cores. Engines that share experts
+        only report changed ones. Raises RequestError, naming one that cannot be loaded.
         """
         model = self.config.model.model_copy(update={"adapters": adapters})
         first = 1 + max(self.history.adapters, default=0)

@@ -1,4 +1,4 @@
-"""An open request in the API process: its listener, and what another core needs of it."""
+"""An open request in the API process: its listener, and the state that another core needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Stream:
     open: set[int] = field(init=False)
     #: Output tokens of each sequence so far.
     tokens: list[list[int]] = field(init=False)
-    #: Nothing more will come, or its listener has gone; written by the client.
+    #: No more outputs will come, or the listener is gone; written by the client.
     closed: bool = False
-    #: Ends that were asked of the core.
+    #: Ends requested from the core: sequence number -> reason.
     asked: dict[int, FinishReason] = field(default_factory=dict)
     #: Cores that crashed while they had it; see `faults.CrashBlame`.
     crashes: int = 0
-    #: Ends it when the core should have done so.
+    #: Timer that ends the request if the core has not done so at its deadline.
     timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Stream:
         return self.request.id
 
     def put(self, output: SequenceOutput) -> None:
-        """Take an output; those after a sequence's end are dropped."""
+        """Deliver an output; outputs after a sequence's end are dropped."""
         if output.index in self.open:
             self.tokens[output.index] += output.tokens
             if output.finish is not None:
@@ -56,7 +56,7 @@ class Stream:
             self.asked.setdefault(number, reason)
 
     def asked_ends(self) -> list[SequenceOutput]:
-        """The terminal outputs that were asked for and have not come."""
+        """Terminal outputs of the requested ends that the core has not sent."""
         return [
             self._end(index, self.asked[index]) for index in sorted(self.open & set(self.asked))
         ]

@@ -1,5 +1,5 @@
-"""Keeps a core process running, and starts the next one when it died or hangs. Everything here runs
-on one asyncio loop, and nothing imports jax.
+"""Keeps a core process running: starts another one when it dies or hangs. Everything here runs on
+one asyncio loop, and nothing imports jax.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ignore(what: object) -> None:
 
 @dataclass(eq=False)
 class CoreSupervisor:
-    """Runs one core process after another. What the requests of a core need is the subclass's."""
+    """Runs one core process after another. The subclass handles the requests."""
 
     config: Config
     _: KW_ONLY
@@ -47,9 +47,9 @@ class CoreSupervisor:
     on_progress: Callable[[messages.Progress], None] = ignore
     #: "dead" is final; `failure` says why.
     state: EngineState = "loading"
-    #: None until first ready.
+    #: None until the first core is ready.
     info: EngineInfo | None = None
-    #: The newest of the current start.
+    #: The newest progress report of the current start.
     progress: messages.Progress | None = None
     counters: EngineCounters = field(default_factory=EngineCounters)
     #: Why the engine is dead; empty before.
@@ -178,7 +178,7 @@ class CoreSupervisor:
                 ended,
             )
             self.counters.observe_restart(end.cause, resumed)
-            self.progress = None  # it was the dead core's
+            self.progress = None  # was the dead core's
             if self._draining:
                 self._set_state("draining")
             else:
@@ -278,12 +278,12 @@ class CoreSupervisor:
             while True:
                 self._take(link, await link.receive())
                 await asyncio.sleep(0)  # `receive` does not yield while messages are there
-        except Exception:  # requests would wait for ever on a message that cannot be read
+        except Exception:  # otherwise requests would wait for ever
             _log.exception("lost track of the engine process")
             link.kill()
 
     def _keep_adapters(self, adapters: tuple[str, ...]) -> None:
-        """Start the next core with these adapters, NAME=FOLDER each."""
+        """Use these adapters, NAME=FOLDER each, for later cores."""
         model = self.config.model.model_copy(update={"adapters": adapters})
         self.config = self.config.model_copy(update={"model": model})
 
@@ -317,7 +317,7 @@ class CoreSupervisor:
             case messages.AdaptersFollowed(folders=folders):
                 self._keep_adapters(tuple(f"{name}={each}" for name, each in folders.items()))
             case messages.Fatal(error=error):
-                link.fatal = link.fatal or error  # the first one is the cause of the others
+                link.fatal = link.fatal or error  # the first error causes the others
             case messages.DrainState(drained=drained):
                 self._take_drain_state(drained=drained)
             case messages.PeerLeft(reason=reason):

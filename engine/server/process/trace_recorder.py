@@ -24,7 +24,7 @@ from jitney.engine.common.trace import TraceLine
 
 _log = logging.getLogger("jitney")
 
-#: Seconds that the last lines get to reach the disk when the server ends.
+#: Seconds to write the last lines when the server ends.
 _CLOSE_S = 5.0
 #: Digits of the times: microseconds.
 _DIGITS = 6
@@ -62,7 +62,7 @@ class Recorder:
         self._writer.start()
 
     def ended(self, record: RequestRecord) -> None:
-        """A sequence has just ended. Never waits."""
+        """Queue the line of a sequence that has just ended. Never blocks."""
         if self._broken:
             return
         model, device = self._news()
@@ -84,7 +84,7 @@ class Recorder:
         )
 
     def _news(self) -> tuple[str, str]:
-        """Model and device, if the line before was of others."""
+        """A line with model and device, if they changed since the line before."""
         info = self._engine()
         if info is None or self._named == (info.model.name, info.device.name):
             return "", ""
@@ -92,13 +92,13 @@ class Recorder:
         return self._named
 
     def _label(self, tenant: str) -> str:
-        """A name that only tells tenants apart; "" for the anonymous one."""
+        """A pseudonym of a tenant; "" for the anonymous one."""
         return (
             self._tenants.setdefault(tenant, f"tenant-{len(self._tenants) + 1}") if tenant else ""
         )
 
     def close(self) -> None:
-        """Let the lines that wait reach the disk, for at most _CLOSE_S seconds."""
+        """Write the queued lines, for at most _CLOSE_S seconds."""
         self._lines.put(None)
         self._writer.join(_CLOSE_S)
 
@@ -120,7 +120,7 @@ class Recorder:
 
 
 def _append(file: RawIOBase, lines: bytes) -> None:
-    """Write all of it, or nothing: half a line would make the whole file unreadable."""
+    """Write the lines completely or not at all: a partial line makes the file unreadable."""
     begun = os.fstat(file.fileno()).st_size
     rest = memoryview(lines)
     try:

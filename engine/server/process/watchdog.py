@@ -1,4 +1,4 @@
-"""When a core that says nothing is taken to hang."""
+"""Detects cores that hang, by their silence."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Silence of a core: at least so many seconds, or so many longest steps, at most so many more.
+#: Limit of a core's silence: least seconds, a factor of the longest step, and most seconds more.
 _LEAST_S, _TIMES, _MOST_MORE_S = 10.0, 8.0, 120.0
-#: Seconds that a bucket's first step may take: programs are set up, or even compiled, in it.
+#: Seconds allowed for a bucket's first step, in which programs are set up or even compiled.
 _FIRST_STEP_S = 60.0
-#: Silence of a later start: at least so many seconds, or so many times the longest start.
+#: Limit of silence at a later start: least seconds, and a factor of the longest start.
 _LEAST_START_S, _START_TIMES = 120.0, 3.0
-#: Engines that share experts may keep a core waiting so many times as long as it may be silent: the
-#: hanging engine's supervisor ends it first, and the others then know the reason.
+#: Factor of the limit for a core that waits for engines it shares experts with: the supervisor of
+#: the hanging engine should end that engine first, so that the others know the reason.
 _OTHERS_TIMES = 2.0
 
 
 @dataclass(eq=False)
 class Watchdog:
-    """Adds up a core's silence, and knows how much is too much. A core reports every step, and
-    ticks once a second when idle, so silence means a step that does not end. Only time in which
-    this process could have heard something counts.
+    """Adds up a core's silence and compares it with a limit. A core reports every step, and ticks
+    once a second when idle, so silence means a step that does not end. Time in which this process
+    could not receive messages does not count.
     """
 
     #: The setting; 0: learn from the longest step.
     step_timeout_s: float
     #: Limit of the first start; 0: no limit.
     start_timeout_s: float = 0.0
-    #: Seconds since the core last said anything.
+    #: Seconds since the core's last message.
     silence: float = 0.0
     #: Seconds for which the core has waited for other engines, by its own report.
     awaited: float = 0.0
@@ -40,14 +40,14 @@ class Watchdog:
     #: A core is starting, and for how long.
     _starts: bool = False
     _started_s: float = 0.0
-    #: The last that the core said was that it waits.
+    #: The core's last message said that it waits for other engines.
     _awaits: bool = False
-    #: Number of the step that is the first of its bucket and not done, 0 if there is none.
+    #: Number of the unfinished step that is the first of its bucket; 0: none.
     _first_step: int = 0
 
     @property
     def limit(self) -> float:
-        """Seconds of silence that are borne now."""
+        """Seconds of silence that are allowed now."""
         if self._starts:
             return self._start_limit
         limit = self.step_timeout_s or self._learnt_limit
@@ -70,7 +70,7 @@ class Watchdog:
 
     @property
     def others_overdue(self) -> bool:
-        """The core waits for another engine, which hangs."""
+        """Whether the core has waited too long for another engine, which hangs."""
         return self.awaited > _OTHERS_TIMES * self.limit
 
     def core_starts(self) -> None:
@@ -85,14 +85,14 @@ class Watchdog:
         self.longest_start = max(self.longest_start, self._started_s)
 
     def heard(self, *, awaits_others: bool = False) -> None:
-        """The core said something. awaits_others: that it waits for other engines."""
+        """Note a message of the core. awaits_others: it says that it waits for other engines."""
         self.silence = 0.0
         self._awaits = awaits_others
         if not awaits_others:
             self.awaited = 0.0
 
     def waited(self, seconds: float) -> None:
-        """Note that nothing came for so many seconds."""
+        """Note that no message came for so many seconds."""
         self.silence += seconds
         if self._awaits:
             self.awaited += seconds

@@ -1,1 +1,1 @@
-"""Batches and jobs: requests that the server keeps and answers later."""
+"""Batches and jobs: requests that the server stores and answers later."""

@@ -16,15 +16,15 @@ from jitney.engine.server.tasks.records import (
 )
 from jitney.engine.server.tasks.store import TaskStore
 
-#: Batches that are over and are remembered, of one key.
+#: Most ended batches per key that stay listed.
 _KEPT_BATCHES = 1000
-#: Bytes of answers that are in memory at once.
+#: Most bytes of answers in memory at once.
 _READ_BYTES = 16 << 20
 _UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 def add(store: TaskStore, batch: Batch, server: ServerSection) -> None:
-    """Keep a new batch. Raises HttpError or RequestError: no file, or its key has too much."""
+    """Store a new batch. Raises HttpError without its file, RequestError at its key's limits."""
     with store.transaction():
         file = store.find(StoredFile, batch.input_file_id, batch.owner)
         if file is None:
@@ -39,13 +39,13 @@ def add(store: TaskStore, batch: Batch, server: ServerSection) -> None:
 
 
 def move(store: TaskStore, id: str, sources: tuple[str, ...], status: str, now: int) -> bool:
-    """A batch that is in one of these states goes to another one; False if it was in none."""
+    """Change a batch's status from one of `sources`; False if it had none of them."""
     with store.transaction():
         return store.move(Batch, id, sources, status, now)
 
 
 def begin_lines(store: TaskStore, id: str) -> None:
-    """Forget the lines of a batch whose file is about to be read, again perhaps."""
+    """Delete the lines of a batch before its file is read, perhaps again."""
     with store.transaction():
         _forget_lines(store, id)
 
@@ -64,14 +64,14 @@ def add_lines(store: TaskStore, id: str, lines: list[Line]) -> list[Line]:
 
 
 def fail(store: TaskStore, id: str, faults: list[Fault], now: int) -> None:
-    """A batch's file cannot be worked on, unless it is not being validated any more."""
+    """End a batch with faults of its file, if it is still being validated."""
     with store.transaction():
         if store.move(Batch, id, ("validating",), "failed", now, faults=faults):
             _forget_lines(store, id)
 
 
 def start(store: TaskStore, id: str, now: int) -> bool:
-    """The lines of a batch are to be answered. False if it is not being validated any more."""
+    """Begin to answer a batch's lines. False if it is not being validated any more."""
     with store.transaction():
         total = store.value("SELECT COUNT(*) FROM lines WHERE batch_id = ?", id)
         return store.move(Batch, id, ("validating",), "in_progress", now, total=total)
@@ -92,7 +92,7 @@ def answer(
     text: bytes,
     most_bytes: int | None = None,
 ) -> bool:
-    """Keep a line's answer; False if it has one or the batch is over. Raises StorageFull."""
+    """Store a line's answer; False if it has one or the batch is over. Raises StorageFull."""
     count = "completed" if outcome is LineOutcome.COMPLETED else "failed"
     query = """UPDATE lines SET outcome = ?, answer = ?
         WHERE batch_id = ? AND number = ? AND outcome IS NULL"""
@@ -108,7 +108,7 @@ def answer(
 
 
 def answers(store: TaskStore, id: str, after: int, limit: int) -> list[AnsweredLine]:
-    """Lines after number `after`: up to `limit`, fewer if long, at least one if any is left."""
+    """The lines after number `after`: at most `limit`, fewer if long; empty only at the end."""
     query = """SELECT number, custom_id, outcome, answer FROM lines
         WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
     lines: list[AnsweredLine] = []
@@ -130,7 +130,7 @@ def finish(
     errors: StoredFile | None,
     now: int,
 ) -> None:
-    """A batch is over: its answers are in these files, and its lines are forgotten."""
+    """End a batch with its output files, and delete its lines."""
     with store.transaction():
         ids = {
             "output_file_id": output and output.id,

@@ -1,4 +1,4 @@
-"""The work on one batch: read its lines, answer them, write its files; restartable any time."""
+"""The work on one batch: read its lines, answer them, write its files. May restart at any time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NEVER_ANSWERED = {
 
 
 class BatchWork:
-    """Works on batches. Tries of lines have a slot of one `ConcurrencyLimit` over all batches."""
+    """Works on batches. Attempts of lines share one `ConcurrencyLimit` over all batches."""
 
     def __init__(self, context: ServerContext, table: RouteTable, keeper: StoreKeeper):
         self._context = context
@@ -50,7 +50,7 @@ class BatchWork:
         self._limit = ConcurrencyLimit(context)
 
     async def run(self, id: str) -> None:
-        """One batch to its end."""
+        """Process one batch to its end."""
         batch = await self._keeper.do(TaskStore.find, Batch, id)
         if batch is not None and batch.status == "validating":
             await self._validate(batch)
@@ -70,12 +70,12 @@ class BatchWork:
             await self._keeper.do(batch_rows.start, batch.id, now)
 
     async def _read_lines(self, batch: Batch) -> list[Fault]:
-        """Write down where each line of the file lies; what is wrong with it."""
+        """Store the position of each line of the file; returns the file's faults."""
         server = self._context.settings.server
         await self._keeper.do(batch_rows.begin_lines, batch.id)
         path = self._keeper.path(batch.input_file_id)
         try:
-            # Where the limit is not known yet, each line is held to it when it is answered.
+            # If the limit is not known yet, it is checked when a line is answered.
             most_bytes = self._context.body_limit or server.file_limit
             reader = await asyncio.to_thread(LineReader, path, most_bytes)
         except FileNotFoundError:
@@ -99,7 +99,7 @@ class BatchWork:
         return sorted(faults, key=lambda fault: fault.line or 0)
 
     async def _answer_all(self, batch: Batch) -> None:
-        """Answer every line that has no answer, unless the window of the batch is over before."""
+        """Answer the lines without answers, until the batch's window ends."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
                 await self._feed(batch)
@@ -107,7 +107,7 @@ class BatchWork:
         await self._keeper.do(batch_rows.move, batch.id, ("in_progress",), "finalizing", now)
 
     async def _feed(self, batch: Batch) -> None:
-        """Begin the lines in their order, no more at a time than there are seats."""
+        """Start lines in order, at most one per seat at a time."""
         begun = ConcurrencyLimit(self._context)
         after = 0
         async with asyncio.TaskGroup() as group:
@@ -128,7 +128,7 @@ class BatchWork:
             await self._keep(batch, line, refused, None)
 
     async def _read(self, batch: Batch, line: Line) -> LineRequest:
-        """The request of a line. Raises StorageFull where no answer has room."""
+        """The request of a line. Raises StorageFull if there is no room for an answer."""
         most_bytes = self._context.settings.server.key_file_bytes
         await self._keeper.do(TaskStore.check_bytes, batch.owner, most_bytes)
         raw = await self._keeper.on_disk(line.read, self._keeper.path(batch.input_file_id))
@@ -140,7 +140,9 @@ class BatchWork:
         await self._keeper.do(batch_rows.answer, batch, number, outcome, text, most_bytes)
 
     async def _finish(self, batch: Batch) -> None:
-        """Write the files of a batch and end it. A line without an answer: its window was over."""
+        """Write the files of a batch and end it. Lines without answers get an error (window
+        over).
+        """
         status = "completed"
         if batch.status == "cancelling":
             status = "cancelled"
@@ -174,7 +176,7 @@ class BatchWork:
 
 
 def _error_lines(lines: list[AnsweredLine], status: str) -> Iterable[bytes]:
-    """Lines of the error file. status: of the batch, at its end."""
+    """The lines of the error file. status: final status of the batch."""
     for line in lines:
         if line.outcome is LineOutcome.FAILED:
             yield line.answer

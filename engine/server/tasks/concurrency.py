@@ -1,4 +1,4 @@
-"""A limit on the requests that the server sends itself, so that they leave room for others."""
+"""A limit of concurrent internal requests, which leaves room for those of clients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 from jitney.engine.server.http.server_context import ServerContext
 
-#: Seconds between two checks whether an engine is there.
+#: Seconds between two checks whether an engine is ready.
 _POLL_S = 0.5
-#: Requests of a key where keys have no limit.
+#: Most requests of a key if keys have no limit.
 _UNLIMITED = 1 << 30
 
 
 class ConcurrencyLimit:
-    """As many requests at a time as there are seats, and half of what one key may have open."""
+    """At most one request per seat at a time, and half of a key's limit of open sequences."""
 
     def __init__(self, context: ServerContext):
         self._context = context
@@ -25,7 +25,7 @@ class ConcurrencyLimit:
 
     @asynccontextmanager
     async def slot(self, owner: str) -> AsyncIterator[None]:
-        """Lasts as long as one request of this key."""
+        """Context of one request of a key."""
         await self.acquire(owner)
         try:
             yield
@@ -33,7 +33,7 @@ class ConcurrencyLimit:
             self.release(owner)
 
     async def acquire(self, owner: str) -> None:
-        """Wait for a slot, which `release` gives back."""
+        """Wait for a slot, to be given back by `release`."""
         while not self._grow():
             await asyncio.sleep(_POLL_S)
         of_key = self._semaphore(owner)
@@ -50,7 +50,7 @@ class ConcurrencyLimit:
         self._grow()
 
     def _grow(self) -> bool:
-        """Have as many slots as there are seats now; False while no engine is ready."""
+        """Adapt the number of slots to the seats; False while no engine is ready."""
         if self._context.unready() is not None:
             return False
         while self._size < self._context.internal_seats:

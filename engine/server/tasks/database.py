@@ -1,4 +1,4 @@
-"""A SQLite file of tables that grow by versions, and the one thread that reads and writes it."""
+"""A SQLite database with versioned tables, and the one thread that uses it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from jitney.engine.server.http.errors import HttpError
 
 _log = logging.getLogger("jitney.api")
 
-#: Seconds between two lines in the log about trouble with the disk.
+#: Least seconds between two log lines about disk errors.
 _SILENT_S = 60.0
-#: Errors of the disk or of damage on it. ValueError: no JSON, no text, or of another type.
+#: Errors of a failing disk or a damaged file. ValueError: invalid JSON, text or type.
 _TROUBLE = (sqlite3.Error, OSError, ValueError)
-#: Damaged databases that stay: the first, which holds most, and the latest others.
+#: Number of damaged databases that are kept: the first, which holds most, and the latest others.
 _MOST_ASIDE = 4
-#: The part of SQLite's error codes that says of which kind an error is.
+#: Mask of the primary code in SQLite's extended error codes.
 _PRIMARY = 0xFF
 
 
 class StoreUnavailable(HttpError):
-    """A store cannot be read or written now: the disk is full, or its data is damaged."""
+    """The store cannot be read or written now: the disk is full, or the data is damaged."""
 
     def __init__(self, contents: str = "files, batches and jobs") -> None:
         super().__init__(
@@ -50,7 +50,7 @@ class StoreUnavailable(HttpError):
 class Database:
     """The tables of one file. Blocks. Raises ConfigError (a newer version's) and sqlite3.Error."""
 
-    #: What each version of the tables adds to the one before, as SQL.
+    #: SQL that updates the tables from each version to the next.
     VERSIONS: ClassVar[tuple[str, ...]]
 
     def __init__(self, path: Path):
@@ -74,20 +74,20 @@ class Database:
             raise sqlite3.OperationalError("its tables are not those of its version")
 
     def check(self) -> None:
-        """Read what a start needs; raises what damage raises."""
+        """Read the data that a start needs, to find damage early."""
 
     def close(self) -> None:
         self.db.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it is written, or nothing."""
+        """Context whose writes are atomic."""
         self.db.execute("BEGIN IMMEDIATE")
         try:
             yield
             self.db.execute("COMMIT")
         except BaseException:
-            if self.db.in_transaction:  # after some errors, a full disk, nothing is left to undo
+            if self.db.in_transaction:  # some errors, such as a full disk, have already rolled back
                 self.db.execute("ROLLBACK")
             raise
 
@@ -112,15 +112,15 @@ def _columns_of(db: sqlite3.Connection) -> set[tuple[str, str]]:
 
 
 def _pass(trouble: str) -> None:
-    """Trouble is in the log anyway."""
+    """Do nothing: errors are logged anyway."""
 
 
 class DatabaseKeeper[D: Database](ABC):
-    """A database in a folder of its own, reached from the event loop. Made by `open`. Trouble with
-    the disk is raised as StoreUnavailable; a damaged database is set aside for a new one.
+    """A database in its own folder, used from the event loop; made by `open`. Disk errors are
+    raised as StoreUnavailable; a damaged database is moved aside and replaced by a new one.
     """
 
-    #: Name of the file; names of folders beside it that a damaged one takes along.
+    #: Name of the file; names of folders beside it, which are moved aside with a damaged file.
     DATABASE: ClassVar[str]
     COMPANIONS: ClassVar[tuple[str, ...]] = ()
     #: Its contents, for the log.
@@ -133,10 +133,10 @@ class DatabaseKeeper[D: Database](ABC):
         self.folder = folder
         self._lock = lock
         self._on_trouble = on_trouble
-        #: What it was not called with yet; the thread adds to it.
+        #: Errors to be reported to it; the thread adds to them.
         self._untold: list[str] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.DATABASE)
-        #: Belongs to the thread; None before it is first asked for, and after damage.
+        #: Used only by the thread; None before its first use and after damage.
         self._database: D | None = None
         #: time.monotonic() before which trouble is not logged again.
         self._silent_until = 0.0
@@ -147,7 +147,7 @@ class DatabaseKeeper[D: Database](ABC):
         lock = await asyncio.to_thread(_claim, folder, cls.COMPANIONS)
         keeper = cls(folder, lock, on_trouble)
         try:
-            await keeper.do(lambda database: database.check())  # damage is set aside at once
+            await keeper.do(lambda database: database.check())  # moves a damaged file aside now
         except StoreUnavailable:
             pass
         except BaseException:
@@ -162,7 +162,9 @@ class DatabaseKeeper[D: Database](ABC):
     async def do[**P, T](
         self, function: Callable[Concatenate[D, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run a function with the database on its thread, to its end. Raises StoreUnavailable."""
+        """Run a function with the database in its thread, without cancelling it. Raises
+        StoreUnavailable.
+        """
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(
@@ -175,7 +177,7 @@ class DatabaseKeeper[D: Database](ABC):
     async def on_disk[**P, T](
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run what reads or writes a file on a thread. Raises StoreUnavailable."""
+        """Run a function that reads or writes a file in a thread. Raises StoreUnavailable."""
         try:
             return await asyncio.to_thread(function, *args, **kwargs)
         except OSError as error:
@@ -206,7 +208,7 @@ class DatabaseKeeper[D: Database](ABC):
         return self._database
 
     def _begin_anew(self, error: Exception) -> None:
-        """Set the damaged database aside; a new one is made for the next that is asked."""
+        """Move the damaged database aside; the next use makes a new one."""
         self._close()
         aside = self.set_aside()
         self._untold.append(f"{self.CONTENTS} were damaged; a new store is begun")
@@ -219,7 +221,7 @@ class DatabaseKeeper[D: Database](ABC):
         )
 
     def set_aside(self) -> Path:
-        """Move a damaged database and its companions aside, for an operator to look at. Blocks."""
+        """Move a damaged database and its folders aside, for the operator. Blocks."""
         aside = Path(tempfile.mkdtemp(prefix="damaged-", dir=self.folder))
         database = (self.DATABASE, f"{self.DATABASE}-wal", f"{self.DATABASE}-shm")
         for name in (*database, *self.COMPANIONS):
@@ -239,8 +241,8 @@ class DatabaseKeeper[D: Database](ABC):
                 database.close()
 
     def _trouble(self, error: Exception) -> StoreUnavailable:
-        """The answer to an error of the disk, which is logged."""
-        # Without the path that an OSError names: all viewers of the page read it.
+        """Log a disk error; returns the exception to raise."""
+        # Without an OSError's path: all viewers of the page can read it.
         reason = getattr(error, "strerror", None) or error
         self._untold.append(f"{self.CONTENTS} cannot be kept ({reason})")
         now = time.monotonic()
@@ -250,7 +252,7 @@ class DatabaseKeeper[D: Database](ABC):
         return StoreUnavailable(self.CONTENTS)
 
     async def close(self) -> None:
-        """Let go of the folder, after what is being written."""
+        """Finish pending writes and unlock the folder."""
         with contextlib.suppress(RuntimeError):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown(wait=False)
@@ -259,7 +261,9 @@ class DatabaseKeeper[D: Database](ABC):
 
 
 def _claim(folder: Path, companions: Iterable[str]) -> int:
-    """Make a private folder with companions and lock it; the descriptor, which dies with us."""
+    """Make a private folder with companions and lock it. Returns the descriptor of the lock, which
+    ends with the process.
+    """
     for path in (folder, *(folder / name for name in companions)):
         reason = make_private(path)
         if reason:
@@ -280,8 +284,8 @@ def _is_damage(error: Exception, *, opening: bool = False) -> bool:
     if not isinstance(error, sqlite3.DatabaseError):
         return isinstance(error, ValueError)
     code = getattr(error, "sqlite_errorcode", None)
-    if code is None:  # a text that is not UTF-8
+    if code is None:  # the text is not UTF-8
         return isinstance(error, sqlite3.OperationalError)
     kinds = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-    # Tables that are there already, or cannot be read, under a version that says otherwise.
+    # The tables do not fit the file's version: they exist already, or are missing.
     return code & _PRIMARY in kinds or (opening and code == sqlite3.SQLITE_ERROR)

@@ -1,4 +1,4 @@
-"""Requests of batches and jobs, answered by HTTP's handlers with the rights of their key."""
+"""Runs requests of batches and jobs through the HTTP handlers, with the rights of their key."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.lines import LineRequest
 from jitney.engine.server.tasks.records import LineOutcome
 
-#: Refusals of the moment: too much waits, or the engine is not there. The request tries again.
+#: Codes of temporary refusals (queue full, engine not ready), after which the request is retried.
 _RETRIED = (429, 503)
 _SHORTEST_WAIT_S, _USUAL_WAIT_S, _LONGEST_WAIT_S = 0.2, 1.0, 30.0
 _MOST_DOUBLINGS = 10
 
-#: Reads a request. Raises what is to be its answer.
+#: Reads a request. An exception becomes the answer.
 type Read = Callable[[], Awaitable[LineRequest]]
-#: Lasts as long as one try of a request may.
+#: Makes the context of one attempt.
 type Slot = Callable[[], AbstractAsyncContextManager[None]]
 
 
@@ -39,7 +39,7 @@ class Reply:
     """The response to one request."""
 
     request_id: str
-    #: Bytes that its body may have.
+    #: Most bytes of its body.
     most_bytes: int
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -47,7 +47,7 @@ class Reply:
 
     @classmethod
     def of_error(cls, error: Exception, request_id: str, path: str) -> Reply:
-        """An error as HTTP answers it."""
+        """The HTTP response of an error."""
         response: Response = ErrorReply.of(error, request_id).response(ErrorForm.of(path))
         body = bytearray(response.body)
         return cls(request_id, len(body), response.status_code, _texts(response.raw_headers), body)
@@ -69,7 +69,7 @@ class Reply:
 
     @property
     def wait_s(self) -> float:
-        """Seconds after which to try again."""
+        """Seconds until the next attempt."""
         wait_s = retry_after_s(self.headers, _USUAL_WAIT_S)
         return min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, wait_s))
 
@@ -78,7 +78,7 @@ class Reply:
         return LineOutcome.COMPLETED if self.status == 200 else LineOutcome.FAILED
 
     def text(self) -> bytes:
-        """JSON of the response, as a job keeps it."""
+        """JSON of the response, as stored with a job."""
         return orjson.dumps(self._shown())
 
     def line(self, custom_id: str) -> bytes:
@@ -95,7 +95,7 @@ class Reply:
 
 
 class LineExecutor:
-    """Answers requests. background: they give way to those that a client waits for."""
+    """Answers requests. background: requests of clients take precedence."""
 
     def __init__(self, context: ServerContext, table: RouteTable, *, background: bool):
         self._context = context
@@ -105,9 +105,9 @@ class LineExecutor:
     async def answer(
         self, read: Read, owner: str, endpoint: str = "", slot: Slot = nullcontext
     ) -> Reply:
-        """The answer to a request, tried again after refusals of the moment. read: called at each
-        try, so that a waiting request holds no memory. owner: digest of its key. endpoint: path
-        whose form errors have before it is read. slot: entered for each try.
+        """The answer to a request, retried after temporary refusals. read: called for each attempt,
+        so that a waiting request uses no memory. owner: digest of its key. endpoint: the path for
+        the form of errors before it is read. slot: entered for each attempt.
         """
         request_id = uuid.uuid4().hex
         tries = 0
@@ -120,13 +120,15 @@ class LineExecutor:
             tries += 1
 
     def pause_s(self, wait_s: float, tries: int) -> float:
-        """Seconds until the next try; background pauses double, since lines are thousands."""
+        """Seconds until the next attempt; pauses of background requests double, as there are
+        many.
+        """
         if not self._background:
             return wait_s
         return min(_LONGEST_WAIT_S, wait_s * 2 ** min(tries, _MOST_DOUBLINGS))
 
     async def _attempt(self, read: Read, owner: str, request_id: str, path: str) -> Reply:
-        """One try. A refusal, or a failure, is a reply too."""
+        """One attempt; errors become replies."""
         reply = Reply(request_id, self._context.settings.server.answer_limit)
         try:
             request = await read()
@@ -151,7 +153,7 @@ class LineExecutor:
             message = next(messages, None)
             if message is not None:
                 return message
-            await asyncio.Event().wait()  # this client never leaves
+            await asyncio.Event().wait()  # an internal client never disconnects
             raise AssertionError
 
         answer = await route.handler(self._context, Request(scope, receive))
@@ -159,7 +161,7 @@ class LineExecutor:
 
 
 def generating_route(table: RouteTable, path: str, param: str = "url") -> HttpRoute:
-    """The line of a path. Raises RequestError, blaming `param`, unless it generates."""
+    """The generating route of a path. Raises RequestError, blaming `param`, for other paths."""
     route = table.find(path, "POST")
     if route is None or not route.generates or "POST" not in route.methods:
         raise RequestError(f"{echo(path)} is not a route that batches may name", param=param)
@@ -167,7 +169,7 @@ def generating_route(table: RouteTable, path: str, param: str = "url") -> HttpRo
 
 
 def _check_size(request: LineRequest, route: HttpRoute, context: ServerContext) -> None:
-    """Raise HttpError for a body beyond the limit that HTTP has."""
+    """Raise HttpError for a body beyond the limit of HTTP requests."""
     limit = route.body_limit or context.body_limit
     if limit is not None and len(request.body) > limit:
         raise HttpError(413, f"the body may have at most {limit} bytes")

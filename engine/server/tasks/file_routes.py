@@ -1,4 +1,4 @@
-"""The routes of files, and their lines of the table. A file of another key is a 404."""
+"""Handlers and routes of files. Files of other keys are 404."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def _upload_file(server: ServerContext, request: Request) -> Response:
     try:
         await keeper.do(TaskStore.insert, file)
     except StoreUnavailable:
-        # Only then: where the client has left, the file may be written down all the same.
+        # After the record: if the client has left, the file may have been stored all the same.
         keeper.path(file.id).unlink(missing_ok=True)
         raise
     context.notes.ignored.extend(name for name in upload.fields if name != "purpose")
@@ -109,7 +109,7 @@ async def _file_content(server: ServerContext, request: Request) -> ASGIApp:
 
 
 async def _blocks(keeper: StoreKeeper, file_id: str) -> AsyncGenerator[bytes]:
-    """The bytes of a file, as fast as they are taken."""
+    """The bytes of a file in blocks, read on demand."""
     file = await keeper.on_disk(keeper.path(file_id).open, "rb")
     try:
         while block := await keeper.on_disk(file.read, _BLOCK):

@@ -30,14 +30,14 @@ def _check_window(text: str) -> str:
     return text
 
 
-#: How long a batch or a job may take, such as "24h".
+#: Time limit of a batch or a job, such as "24h".
 _Window = Annotated[str, AfterValidator(_check_window)]
 #: Path of the route that answers it.
 _Endpoint = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class BatchBody(BaseModel):
-    """POST /v1/batches. metadata.webhook_url: where the end is told, if the server allows it."""
+    """POST /v1/batches. metadata.webhook_url: receives a message at the end, if allowed."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -50,7 +50,7 @@ class BatchBody(BaseModel):
 
     @property
     def webhook_url(self) -> str:
-        """Where the end is told; empty: nowhere."""
+        """URL that receives a message at the end; empty: none."""
         return (self.metadata or {}).get("webhook_url", "")
 
 
@@ -98,7 +98,7 @@ class FileDeleted(ResponseModel):
 
 
 class BatchFault(ResponseModel):
-    """Why a batch's file cannot be worked on; line: counted from 1."""
+    """A fault of a batch's file; line: counted from 1."""
 
     code: str
     message: str
@@ -167,10 +167,10 @@ class JobBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     endpoint: _Endpoint
-    #: What that route takes, without `stream`.
+    #: Body of a request to the endpoint, without `stream`.
     body: JsonDict
     window: _Window = "24h"
-    #: Where its end is told, if the server allows it.
+    #: URL that receives a message at the end, if allowed.
     webhook_url: Annotated[str, Field(max_length=2048)] | None = None
     metadata: Metadata | None = None
 

@@ -7,9 +7,9 @@ from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.tasks.records import Job
 from jitney.engine.server.tasks.store import OPEN, TaskStore
 
-#: The header in which clients name a request that they may repeat.
+#: The header with the client's key of a request, which makes repeats safe.
 REPEAT_HEADER = "idempotency-key"
-#: Jobs that are over and are remembered, of one key.
+#: Most ended jobs per key that stay listed.
 _KEPT_JOBS = 1000
 _UNFINISHED = ("queued", "in_progress")
 
@@ -23,9 +23,9 @@ def add(
     repeat_key: str | None,
     digest: str,
 ) -> Job:
-    """Keep a new job, or return the earlier one that its owner gave this name. Raises RequestError
+    """Store a new job, or return the earlier one with the same `repeat_key`. Raises RequestError
     (too many), StorageFull, HttpError 409 (the earlier one differs). body: JSON; repeat_key: the
-    client's name, None: none; digest: of all it sent.
+    client's idempotency key or None; digest: of the whole request.
     """
     with store.transaction():
         query = "SELECT id, digest FROM jobs WHERE owner = ? AND repeat_key = ?"
@@ -44,7 +44,7 @@ def add(
 
 
 def begin(store: TaskStore, id: str, now: int, most_bytes: int | None = None) -> bytes | None:
-    """The body of a job that is taken up, or None if it is over. Raises StorageFull."""
+    """Mark a job as in progress; returns its body, or None if it is over. Raises StorageFull."""
     with store.transaction():
         query = "SELECT owner, status, body FROM jobs WHERE id = ?"
         row = store.db.execute(query, (id,)).fetchone()
@@ -64,7 +64,7 @@ def finish(
     now: int,
     most_bytes: int | None = None,
 ) -> bool:
-    """End a job and forget its request; False if it was over. Raises StorageFull."""
+    """End a job and delete its request; False if it was over. Raises StorageFull."""
     with store.transaction():
         owner = store.value("SELECT owner FROM jobs WHERE id = ?", id)
         query = f"UPDATE jobs SET body = x'' WHERE id = ? AND {OPEN}"

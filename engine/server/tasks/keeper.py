@@ -1,5 +1,5 @@
-"""The folder of files, batches and jobs, and the one thread of its store. It must be ours alone,
-and one server's at a time: two would answer every line twice.
+"""The folder of files, batches and jobs, and the one thread of its store. Only one server may use a
+folder at a time: two would answer every line twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _log = logging.getLogger("jitney.api")
 
 
 class StoreKeeper(DatabaseKeeper[TaskStore]):
-    """The store, reached from the event loop, and the paths of files."""
+    """The store, used from the event loop, and the paths of files."""
 
     DATABASE = "batches.sqlite3"
     COMPANIONS = ("files",)
@@ -23,11 +23,13 @@ class StoreKeeper(DatabaseKeeper[TaskStore]):
 
     @classmethod
     def has_kept(cls, folder: Path) -> bool:
-        """Whether a server has kept a store here. Blocks."""
+        """Whether the folder has a store. Blocks."""
         return (folder / cls.DATABASE).exists()
 
     def open_database(self) -> TaskStore:
-        """The store. Unknown files are set aside where it is new, else removed as unfinished."""
+        """Open the store. Files not in it are moved aside if it is new, else deleted as
+        unfinished.
+        """
         files, database = self.folder / "files", self.folder / self.DATABASE
         is_new = not database.exists() or not database.stat().st_size
         if is_new and any(path.suffix != NewFile.SUFFIX for path in files.iterdir()):
@@ -40,9 +42,11 @@ class StoreKeeper(DatabaseKeeper[TaskStore]):
         return store
 
     def path(self, file_id: str) -> Path:
-        """Where the bytes of a file lie. Only for ids of ours: those that the store knows."""
+        """Path of a file's bytes. Only for ids in the store, since the id becomes part of the
+        path.
+        """
         return self.folder / "files" / file_id
 
     def new_file(self) -> NewFile:
-        """A file that is about to be written."""
+        """A new file, to be written."""
         return NewFile(self.folder / "files")

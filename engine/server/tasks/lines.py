@@ -1,4 +1,4 @@
-"""A batch's file: checks of every line, and the request in one. Everything here blocks."""
+"""Reading of batch files: validation of lines, and their requests. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.http.errors import echo
 from jitney.engine.server.tasks.records import Fault, Line
 
-#: Faults of a file that are reported.
+#: Most faults that are reported per file.
 MOST_FAULTS = 10
-#: Lines that are read at once.
+#: Most lines that are read at once.
 _GROUP = 256
 _MOST_ID_CHARS = 512
-#: Bytes of a line beside its body.
+#: Most bytes of a line in addition to its body.
 _ENVELOPE_BYTES = 4096
 
 
 @dataclass(slots=True)
 class _LineGroup:
-    """Lines that were read together."""
+    """A group of lines that were read together."""
 
     lines: list[Line] = field(default_factory=list[Line])
-    #: Of lines that cannot be answered.
+    #: Faults of invalid lines.
     faults: list[Fault] = field(default_factory=list[Fault])
-    #: There are no more.
+    #: Whether the file has no further lines.
     done: bool = False
 
 
@@ -57,7 +57,7 @@ class LineReader:
             if len(raw) > self._most_bytes:
                 message = f"line {self._number} has more than {self._most_bytes} bytes"
                 group.faults.append(Fault("invalid_json_line", message, self._number))
-                group.done = True  # where the next line begins is not looked for
+                group.done = True  # the start of the next line is unknown
                 return group
             custom_id = _custom_id(raw, self._number) if raw.strip() else ""
             if isinstance(custom_id, Fault):
@@ -68,7 +68,7 @@ class LineReader:
 
 
 def _custom_id(raw: bytes, number: int) -> str | Fault:
-    """The custom_id of a line, or why there is none."""
+    """The custom_id of a line, or the fault of the line."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -114,5 +114,5 @@ class LineRequest:
 
     @property
     def unstreamed_body(self) -> bytes:
-        """The body for a route that streams unless it is told not to."""
+        """The body with `stream` false, for routes that stream by default."""
         return orjson.dumps(orjson.loads(self.body) | {"stream": False})

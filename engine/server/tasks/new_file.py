@@ -12,9 +12,11 @@ from jitney.engine.server.tasks.records import StoredFile, new_id
 
 
 class NewFile:
-    """Its bytes lie under its id once all are there. Every method blocks, and raises OSError."""
+    """A file that gets its final name when it is complete. Every method blocks and raises
+    OSError.
+    """
 
-    #: Of its name until all of it is there.
+    #: Suffix of the name while it is incomplete.
     SUFFIX = ".part"
 
     def __init__(self, folder: Path):
@@ -30,7 +32,7 @@ class NewFile:
         self.size += self._file.write(data)
 
     def end(self, owner: str, purpose: str, name: str) -> StoredFile:
-        """The complete file, which survives a power cut; `write` was called before."""
+        """Complete the file, synced to disk. Call `write` at least once before."""
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -39,8 +41,8 @@ class NewFile:
         return StoredFile(self._id, owner, purpose, name, self.size, int(time.time()))
 
     def drop(self) -> None:
-        """Remove what was written before its end."""
+        """Delete an incomplete file."""
         if self._file is not None:
-            with suppress(OSError):  # what is left in its buffer may have no room
+            with suppress(OSError):  # there may be no room to flush the buffer
                 self._file.close()
             self._part.unlink(missing_ok=True)

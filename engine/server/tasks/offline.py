@@ -1,4 +1,4 @@
-"""A file of requests answered without a server, by the same routes; it can be continued."""
+"""Answers a file of requests without a server, by the same routes. Can be continued."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jitney.engine.server.tasks.records import Fault, Line, LineOutcome
 class _Counts(NamedTuple):
     """The progress of a run."""
 
-    #: Lines of the file; those that have an answer by now, and how many of these are errors.
+    #: Lines of the file; lines with an answer so far; errors among these.
     total: int
     answered: int
     failed: int
 
 
 def _lines_of(path: Path, most_bytes: int) -> list[Line]:
-    """A file's lines. most_bytes: of a body. Raises ConfigError, naming those that are none."""
+    """A file's lines. most_bytes: of a body. Raises ConfigError that names invalid lines."""
     try:
         reader = LineReader(path, most_bytes)
     except OSError as error:
@@ -52,12 +52,14 @@ def _lines_of(path: Path, most_bytes: int) -> list[Line]:
 
 
 def _is_new(line: Line, lines: dict[str, Line]) -> bool:
-    """Add a line to those of its file; False if one before it has its custom_id."""
+    """Add a line to `lines`; False if an earlier one has its custom_id."""
     return lines.setdefault(line.custom_id, line) is line
 
 
 def _answered_in(path: Path) -> dict[str, bool]:
-    """custom_id -> whether its answer is an error; cuts a half line off. Raises ConfigError."""
+    """custom_id -> whether its answer is an error. Removes an incomplete last line. Raises
+    ConfigError.
+    """
     if not path.exists():
         return {}
     answered: dict[str, bool] = {}
@@ -82,7 +84,9 @@ class OfflineBatch:
     """Answers the lines of a file that have no answer yet."""
 
     def __init__(self, path: Path, out: Path, most_bytes: int):
-        """most_bytes: of a body. Raises ConfigError for bad lines, or answers to other ones."""
+        """most_bytes: of a body. Raises ConfigError for invalid lines, or if `out` answers
+        others.
+        """
         lines = _lines_of(path, most_bytes)
         self._path = path
         self._out = out

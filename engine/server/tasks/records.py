@@ -16,17 +16,17 @@ from jitney.engine.server.http.answers import ResponseModel
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A client's file, or one with a batch's answers. Its bytes lie under its id."""
+    """A client's file, or a batch's output file. The id is the name of the file on disk."""
 
     TABLE: ClassVar[str] = "files"
     KIND: ClassVar[str] = "file"
 
     id: str
-    #: Digest of the key that it came with.
+    #: Digest of its owner's key.
     owner: str
     #: "batch", or "batch_output" for answers.
     purpose: str
-    #: As the client called it; never a path.
+    #: The client's name for it; never used as a path.
     name: str
     #: Bytes.
     size: int
@@ -48,12 +48,12 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A reason why a batch's file cannot be worked on."""
+    """A fault of a batch's file."""
 
-    #: As in OpenAI's errors of batches.
+    #: A code of OpenAI's batch errors.
     code: str
     message: str
-    #: Line of the file, counted from 1; None where it is not about one line.
+    #: Line of the file, counted from 1; None: it concerns the whole file.
     line: int | None = None
 
     def shown(self) -> JsonDict:
@@ -66,25 +66,25 @@ class Task:
 
     TABLE: ClassVar[str]
     KIND: ClassVar[str]
-    #: A task in one of these states is over and changes no more.
+    #: Final states.
     ENDED: ClassVar[tuple[str, ...]] = ("completed", "failed", "expired", "cancelled")
 
     id: str
-    #: Digest of the key that it came with.
+    #: Digest of its owner's key.
     owner: str
     #: The route that answers its requests.
     endpoint: str
-    #: The client's own notes, given back with it.
+    #: The client's metadata, returned with it.
     metadata: dict[str, str]
-    #: Where its end is sent; empty: nowhere.
+    #: URL that receives a message at its end; empty: none.
     webhook_url: str
     created_at: int
-    #: Requests that have no answer by then get none.
+    #: Deadline: requests without an answer by then get none.
     expires_at: int
     status: str
-    #: When each state after the first was reached.
+    #: Time of each state after the first.
     times: dict[str, int] = field(default_factory=dict[str, int])
-    #: How often its end was sent.
+    #: Number of attempts to send the message about its end.
     attempts: int = 0
 
     @property
@@ -101,7 +101,7 @@ class Task:
         }
 
     def event_data(self) -> JsonDict:
-        """The data of the webhook that tells of its end."""
+        """The data of the webhook message about its end."""
         return {"id": self.id}
 
 
@@ -120,10 +120,10 @@ class Batch(Task):
     input_file_id: str
     #: As the client wrote it, such as "24h".
     completion_window: str
-    #: Files of the lines answered with a 200, and of the others; None where there are none.
+    #: Ids of the output and error files; None if there are none.
     output_file_id: str | None = None
     error_file_id: str | None = None
-    #: What is wrong with its input file.
+    #: Faults of its input file.
     faults: list[Fault] = field(default_factory=list[Fault])
     #: Lines in all, those answered with a 200, and those with anything else.
     total: int = 0
@@ -132,7 +132,7 @@ class Batch(Task):
 
     @property
     def errors(self) -> JsonDict | None:
-        """Its faults as clients see them."""
+        """Its faults in the response's form."""
         faults = [fault.shown() for fault in self.faults]
         return {"object": "list", "data": faults} if faults else None
 
@@ -150,7 +150,7 @@ class Job(Task):
 
     status: str = "queued"
     _: KW_ONLY
-    #: Once it was answered: JSON of an object with status_code, request_id and body.
+    #: The answer, if there is one: JSON of an object with status_code, request_id and body.
     answer: bytes | None = None
 
     @property
@@ -164,7 +164,7 @@ class Job(Task):
 
 
 class LineOutcome(IntEnum):
-    """How a line was answered: with a 200, or with anything else."""
+    """Outcome of a line: answered with a 200, or with another status."""
 
     COMPLETED = 1
     FAILED = 2
@@ -172,7 +172,7 @@ class LineOutcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a batch's file: where it lies, in bytes, and its custom_id."""
+    """A line of a batch's file: its position in bytes, and its custom_id."""
 
     #: Counted from 1.
     number: int
@@ -188,14 +188,14 @@ class Line:
             return file.read(self.size)
 
     def duplicate(self) -> Fault:
-        """The fault of a custom_id that an earlier line has."""
+        """The fault of a line whose custom_id occurred before."""
         message = f"line {self.number} has the custom_id of a line before it"
         return Fault("duplicate_custom_id", message, self.number)
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredLine:
-    """A line at the end of its batch; without outcome and answer if it never had one."""
+    """A line at the end of its batch; outcome and answer are empty if it was not answered."""
 
     number: int
     custom_id: str

@@ -1,4 +1,4 @@
-"""The routes of batches and jobs, and their lines of the table. A task of another key is a 404."""
+"""Handlers and routes of batches and jobs. Tasks of other keys are 404."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def _create_job(server: ServerContext, request: Request) -> Response:
 
 
 async def _body[B: BaseModel](server: ServerContext, request: Request, kind: type[B]) -> B:
-    """The body of a request; fields that it does not have are noted as ignored."""
+    """The validated body of a request; undeclared fields are noted as ignored."""
     raw = await server.slices.result(read_object(await request.body()))
     body = checked(kind, raw)
     ignored = [name for name in raw if name not in kind.model_fields]
@@ -112,7 +112,7 @@ def _check_webhook(server: ServerContext, url: str, param: str) -> None:
 
 
 def _repeat_key(request: Request) -> str | None:
-    """The client's name for this request, so that it may send it again without doing it again."""
+    """The request's idempotency key: a repeated request returns the job of the first."""
     key = request.headers.get(job_rows.REPEAT_HEADER)
     if key is not None and not 0 < len(key) <= _MOST_KEY_CHARS:
         raise RequestError(
@@ -132,7 +132,7 @@ class _Handlers:
     """The handlers that batches and jobs share."""
 
     kind: type[Batch | Job]
-    #: Answer of a task, and of one in a list.
+    #: Response models of a task, and of a task in a list.
     answer: type[ResponseModel]
     item: type[ResponseModel]
 
@@ -154,7 +154,7 @@ class _Handlers:
         return json_answer(task.shown(self.answer))
 
     async def find(self, server: ServerContext, request: Request) -> Task:
-        """The task that the path names. Raises HttpError 404."""
+        """The task of the path's id. Raises HttpError 404."""
         return await InternalRequests.of(server).find_or_404(request, self.kind)
 
 
@@ -163,12 +163,12 @@ _JOBS = _Handlers(Job, JobAnswer, JobSummary)
 
 
 async def _job_events(server: ServerContext, request: Request) -> Response:
-    await _JOBS.find(server, request)  # what raises is an answer of its own: none has begun yet
+    await _JOBS.find(server, request)  # raises before the stream begins
     return StreamingResponse(_events(server, request), headers=StreamingWriter.EVENT_STREAM)
 
 
 async def _events(server: ServerContext, request: Request) -> AsyncGenerator[bytes]:
-    """The job now and at each change to its end, and comments where nothing changes for long."""
+    """The job now and at each change up to its end; comments in between as keep-alive."""
     runner = await InternalRequests.of(server).runner()
     status = ""
     while not runner.is_stopped:

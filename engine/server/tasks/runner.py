@@ -25,15 +25,15 @@ from jitney.engine.server.tasks.store import StorageFull, TaskStore
 
 _log = logging.getLogger("jitney.api")
 
-#: Seconds before work that failed, because of a full disk perhaps, is tried again.
+#: Seconds until failed work (a full disk, for example) is retried.
 _RETRY_S = 10.0
 #: States in which a batch can be cancelled.
 _CANCELLABLE = ("validating", "in_progress")
 
 
 class TaskRunner:
-    """An asyncio task for each batch and job that is not over. Tries of jobs have a slot of one
-    `ConcurrencyLimit`, those of lines of another; what is refused for the moment waits without.
+    """Runs an asyncio task for each open batch and job. Attempts of jobs share one
+    `ConcurrencyLimit`, attempts of lines another; temporarily refused requests hold no slot.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class TaskRunner:
         self._executor = LineExecutor(context, table, background=False)
         self._limit = ConcurrencyLimit(context)
         self._running: dict[str, asyncio.Task[None]] = {}
-        #: Set, and forgotten, at a task's next change.
+        #: Events that are set, and removed, at a task's next change.
         self._changes: dict[str, asyncio.Event] = {}
         self.is_stopped = False
 
     async def start(self) -> None:
-        """Go on with what an earlier process has left."""
+        """Continue the open tasks of an earlier process."""
         for task in await self._keeper.do(TaskStore.unfinished):
             self.begin(task)
 
     def begin(self, task: Task) -> None:
-        """Work on a batch or job, unless that is being done."""
+        """Work on a batch or job, unless a task does already."""
         if self.is_stopped or task.id in self._running:
             return
         running = self._running[task.id] = asyncio.create_task(self._work(task))
-        # Not a `finally` in the task: one that is cancelled before its first turn never enters it.
+        # Not a `finally` in the task: a task cancelled before it starts never enters it.
         running.add_done_callback(lambda _: self._ended(task, running))
 
     async def cancel(self, task: Task) -> bool:
-        """Give up what has no answer yet; a batch still writes its files. False: it was over."""
+        """Cancel open requests of a task; a batch still writes its files. False: it was over."""
         if isinstance(task, Batch):
             now = int(time.time())
             done = await self._keeper.do(batch_rows.move, task.id, _CANCELLABLE, "cancelling", now)
@@ -80,14 +80,14 @@ class TaskRunner:
         return done
 
     async def cancel_of(self, owners: Collection[str]) -> Counter[type[Task]]:
-        """Cancel the batches and jobs of these keys; how many of each."""
+        """Cancel the batches and jobs of these keys; returns the number of each."""
         tasks = await self._keeper.do(TaskStore.unfinished)
         return Counter(
             [type(task) for task in tasks if task.owner in owners and await self.cancel(task)]
         )
 
     def changed(self, id: str) -> asyncio.Event:
-        """An event that is set when the job changes; at once if it is not worked on."""
+        """An event that is set at the job's next change; already set if no task works on it."""
         event = asyncio.Event()
         if id in self._running:
             return self._changes.setdefault(id, event)
@@ -95,13 +95,13 @@ class TaskRunner:
         return event
 
     def stop(self) -> None:
-        """Give up what is in flight, which the next start goes on with; nothing new is begun."""
+        """Cancel running work, which the next start continues; start no new work."""
         self.is_stopped = True
         for running in self._running.values():
             running.cancel()
 
     async def stopped(self) -> None:
-        """Wait until nothing runs any more, after `stop`."""
+        """Wait until all work has ended, after `stop`."""
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     async def _work(self, task: Task) -> None:
@@ -111,18 +111,18 @@ class TaskRunner:
                     return await self._run_job(task)
                 return await self._batches.run(task.id)
             except* StoreUnavailable:
-                pass  # has been logged
+                pass  # already logged
             except* Exception:
                 _log.exception("%s could not be worked on; it is tried again", task.id)
             await asyncio.sleep(_RETRY_S)
 
     @property
     def _most_bytes(self) -> int:
-        """Bytes that one key may have; it may change while the server runs."""
+        """Most bytes per key, which may change while the server runs."""
         return self._context.settings.server.key_file_bytes
 
     async def _run_job(self, job: Job) -> None:
-        """One job to its end."""
+        """Process one job to its end."""
         status, answer = "expired", None
         read, slot = partial(self._begin_job, job), partial(self._limit.slot, job.owner)
         with contextlib.suppress(TimeoutError):
@@ -137,11 +137,11 @@ class TaskRunner:
             await self._finish_job(job.id, "failed", refused.text())
 
     async def _begin_job(self, job: Job) -> LineRequest:
-        """The request of a job whose turn it is, again perhaps."""
+        """The request of a job, at each attempt."""
         now = int(time.time())
         body = await self._keeper.do(job_rows.begin, job.id, now, self._most_bytes)
         if body is None:
-            raise asyncio.CancelledError  # it was cancelled while it waited
+            raise asyncio.CancelledError  # cancelled while it waited
         self._changed(job.id)
         return LineRequest(job.endpoint, body)
 
@@ -154,7 +154,7 @@ class TaskRunner:
     def _ended(self, task: Task, running: asyncio.Task[None]) -> None:
         del self._running[task.id]
         if running.cancelled() and isinstance(task, Batch):
-            self.begin(task)  # it writes its files now
+            self.begin(task)  # to write its files
         self._changed(task.id)
         self._on_end()
 

@@ -1,5 +1,5 @@
-"""The batches and jobs of one server: store, runner, webhooks. Opened when first asked for, or at
-the start if an earlier server has left some.
+"""The batches and jobs of one server: store, runner, webhooks. Opened at the first use, or at the
+start if the folder has some.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.api")
 
-#: Uploads at a time, of all clients and of one.
+#: Most concurrent uploads of all clients, and of one.
 _MOST_UPLOADS, _MOST_OF_CLIENT = 32, 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """The parts that exist once the folder is open."""
+    """Parts that exist while the folder is open."""
 
     keeper: StoreKeeper
     runner: TaskRunner
@@ -46,7 +46,9 @@ class _Open:
 
 
 class InternalRequests:
-    """The requests that a server sends itself. table: the routes that answer them."""
+    """Batches and jobs, whose requests the server sends itself. table: the routes that answer
+    them.
+    """
 
     def __init__(self, context: ServerContext, table: RouteTable):
         self._context = context
@@ -59,7 +61,9 @@ class InternalRequests:
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        """The server's time: what an earlier one has left goes on, and is given up at the end."""
+        """Context of the server's life: continues stored tasks at first, and stops them at the
+        end.
+        """
         folder = self._context.settings.data_dir
         if folder is not None and await asyncio.to_thread(StoreKeeper.has_kept, folder):
             try:
@@ -71,7 +75,7 @@ class InternalRequests:
 
     @classmethod
     def of(cls, context: ServerContext) -> InternalRequests:
-        """Those of a server whose application is made."""
+        """The internal requests of a server with an application."""
         assert context.internal_requests is not None
         return context.internal_requests
 
@@ -84,7 +88,7 @@ class InternalRequests:
         return (await self._opened()).runner
 
     def check_endpoint(self, path: str) -> None:
-        """Raise RequestError unless batches and jobs may name this route."""
+        """Raise RequestError unless batches and jobs may use this route."""
         generating_route(self._table, path, "endpoint")
 
     async def find_or_404[R: Record](self, request: Request, kind: type[R]) -> R:
@@ -102,7 +106,7 @@ class InternalRequests:
         return record
 
     async def cancelled(self, task: Task) -> Task:
-        """Cancel a batch or job: the task as it is then. Raises HttpError 400 if it had ended."""
+        """Cancel a batch or job; returns its new state. Raises HttpError 400 if it had ended."""
         runner = await self.runner()
         await runner.cancel(task)
         kind = Batch if isinstance(task, Batch) else Job
@@ -118,8 +122,8 @@ class InternalRequests:
         await self.cancelled(await self._find(kind, id, owner))
 
     async def newest(self, owner: str | None, limit: int) -> dict[str, list[Record]]:
-        """The newest batches, jobs and files of an owner (None: of all), by table; empty where
-        nothing is kept. Raises StoreUnavailable.
+        """The newest batches, jobs and files of an owner (None: of all), by table; empty without a
+        store. Raises StoreUnavailable.
         """
         kinds: tuple[type[Record], ...] = (Batch, Job, StoredFile)
         records: dict[str, list[Record]] = {kind.TABLE: [] for kind in kinds}
@@ -130,20 +134,20 @@ class InternalRequests:
         return records
 
     async def cancel_of(self, owners: Collection[str]) -> tuple[int, int]:
-        """Cancel what removed keys left. Returns (jobs, batches). Raises HttpError 503."""
+        """Cancel the tasks of removed keys. Returns (jobs, batches). Raises HttpError 503."""
         if not owners or self._open is None:
             return 0, 0
         cancelled = await self._open.runner.cancel_of(owners)
         return cancelled[Job], cancelled[Batch]
 
     def stop(self) -> None:
-        """Give up what is being computed; the next start goes on with it."""
+        """Stop all work; the next start continues it."""
         self._stopped = True
         if self._open is not None:
             self._open.runner.stop()
 
     async def close(self) -> None:
-        """Stop, and let go of the folder."""
+        """Stop, and close the store."""
         self.stop()
         async with self._opening:
             parts, self._open = self._open, None
@@ -154,7 +158,7 @@ class InternalRequests:
 
     @asynccontextmanager
     async def uploading(self, client: str) -> AsyncIterator[None]:
-        """While an upload lasts. Raises RequestError busy, HttpError 429 (this client's)."""
+        """Context of an upload. Raises RequestError busy (server), HttpError 429 (this client)."""
         if self._uploads >= _MOST_UPLOADS:
             raise RequestError(f"{_MOST_UPLOADS} uploads are under way already", code="busy")
         self._uploads += 1
@@ -190,7 +194,7 @@ class InternalRequests:
 
     async def _begun(self, keeper: StoreKeeper) -> _Open:
         """Continue the tasks of the folder."""
-        # Only servers with files, batches or jobs load what runs them.
+        # Imported here: only servers with files, batches or jobs need it.
         from jitney.engine.server.tasks.runner import TaskRunner
         from jitney.engine.server.tasks.webhooks import Webhooks
 

@@ -1,6 +1,6 @@
 """The SQLite file of files, batches, lines and jobs. Every function here, in `batch_rows` and
-`job_rows` blocks: it runs on the one thread that owns the store. What was written is there after a
-kill; what was being computed is computed again.
+`job_rows` blocks: it runs in the one thread that owns the store. Writes survive a kill; work in
+progress is repeated.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ UPDATE batches SET answer_bytes = (
 """
 #: Bytes of a job, as SQL.
 _JOB_BYTES = "LENGTH(body) + COALESCE(LENGTH(answer), 0)"
-#: Bytes that are kept for an owner: of files, of answers of batches under way, and of jobs.
+#: Bytes stored for an owner: files, answers of open batches, and jobs.
 _KEPT_BYTES = f"""
 SELECT COALESCE(SUM(size), 0) FROM (
     SELECT SUM(size) AS size FROM files WHERE owner = :owner
@@ -111,21 +111,21 @@ SELECT COALESCE(SUM(size), 0) FROM (
 _ENDED = ", ".join(f"'{status}'" for status in Task.ENDED)
 #: Tasks that are not over, as SQL.
 OPEN = f"status NOT IN ({_ENDED})"
-#: Tasks that may be forgotten, as SQL: they are over, and no webhook has to be told of it.
+#: Tasks that may be deleted, as SQL: ended ones without a pending webhook message.
 _FORGETTABLE = f"status IN ({_ENDED}) AND told_at IS NULL"
 #: Columns that are JSON.
 _JSON = {"metadata", "times", "faults"}
 
 
 class StorageFull(HttpError):
-    """A key has as many files, or as many bytes of what is kept, as it may have."""
+    """A key is at its limit of files or of stored bytes."""
 
     def __init__(self, reason: str, param: str | None = None):
         super().__init__(400, f"{reason}; delete some files", code="storage_full", param=param)
 
 
 class TaskStore(Database):
-    """The tables, and what they have in common: each row belongs to an owner."""
+    """The tables, and operations common to them: each row belongs to an owner."""
 
     VERSIONS = (_FIRST_TABLES, _JOBS, _ANSWER_BYTES)
 
@@ -135,7 +135,7 @@ class TaskStore(Database):
     # Rows of any table.
 
     def insert(self, record: Record, **columns: Any) -> None:
-        """Add a record, with columns that are no fields of it."""
+        """Add a record, with further columns that are not its fields."""
         columns |= {field.name: getattr(record, field.name) for field in fields(record)}
         columns = {name: _column(value) for name, value in columns.items()}
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
@@ -143,7 +143,7 @@ class TaskStore(Database):
         self.db.execute(query, list(columns.values()))
 
     def find[R: Record](self, kind: type[R], id: str, owner: str | None = None) -> R | None:
-        """The record of that id, if it is this owner's; None: of any owner."""
+        """The record with that id, if it belongs to this owner (None: to any)."""
         query = f"SELECT {_names(kind)} FROM {kind.TABLE} WHERE id = ? AND owner = IFNULL(?, owner)"
         row = self.db.execute(query, (id, owner)).fetchone()
         return None if row is None else _record(kind, row)
@@ -158,9 +158,9 @@ class TaskStore(Database):
         newest_first: bool = True,
         **columns: Any,
     ) -> tuple[list[R], bool]:
-        """A page of an owner's records (None: any owner) behind the id `after`, and whether more
-        follow; empty for an unknown id. columns: values of the rows. Jobs come without answers,
-        which may exceed the memory.
+        """A page of an owner's records (None: any owner) after the id `after`, and whether more
+        follow; empty for an unknown id. columns: values of the rows. Jobs are read without their
+        answers, which may exceed the memory.
         """
         values = {"owner": owner, "after": after, "limit": limit + 1} | columns
         belongs = "TRUE" if owner is None else "owner = :owner"
@@ -184,7 +184,7 @@ class TaskStore(Database):
         self.check_bytes(owner, server.key_file_bytes, size, "file")
 
     def check_bytes(self, owner: str, most: int, size: int = 0, param: str | None = None) -> None:
-        """Raise StorageFull, blaming a field, if an owner has no room for so many bytes more."""
+        """Raise StorageFull, blaming a field, if an owner has no room for `size` more bytes."""
         n_bytes = self.n_bytes(owner)
         if n_bytes + size > most or n_bytes >= most:
             raise StorageFull(
@@ -198,7 +198,7 @@ class TaskStore(Database):
         return {row["id"] for row in self.db.execute("SELECT id FROM files")}
 
     def delete_file(self, file: StoredFile) -> str:
-        """Forget a file, unless a batch still needs it: the id of that batch, else nothing."""
+        """Delete a file's record. If an open batch needs it, returns that batch's id instead."""
         with self.transaction():
             query = f"SELECT id FROM batches WHERE input_file_id = ? AND owner = ? AND {OPEN}"
             batch_id = self.value(query, file.id, file.owner)
@@ -209,7 +209,7 @@ class TaskStore(Database):
     # Batches and jobs.
 
     def unfinished(self) -> list[Task]:
-        """The batches and jobs that are not over, the oldest of each first; jobs without answer."""
+        """Open batches and jobs, the oldest of each first; jobs without their answers."""
         tasks: list[Task] = []
         for kind in (Batch, Job):
             query = f"SELECT {_short_names(kind)} FROM {kind.TABLE} WHERE {OPEN} ORDER BY number"
@@ -217,7 +217,7 @@ class TaskStore(Database):
         return tasks
 
     def check_open(self, task: Task, most: int, setting: str, retry_after: float) -> None:
-        """Raise RequestError if the task's owner has so many of its kind under way."""
+        """Raise RequestError if the task's owner has `most` open tasks of its kind."""
         query = f"SELECT COUNT(*) FROM {task.TABLE} WHERE owner = ? AND {OPEN}"
         if self.value(query, task.owner) >= most:
             raise RequestError(
@@ -235,9 +235,9 @@ class TaskStore(Database):
         now: int,
         **columns: Any,
     ) -> bool:
-        """A task in one of these states reaches another one; other columns change with it. False if
-        it was in none of them, or is not known: the store was damaged, and another one begun. The
-        end of a task with a URL is to be told from now on. A part of its caller's transaction.
+        """Change a task's status from one of `sources`, and other columns. False if it has another
+        status, or is unknown (in a new store after damage). The end of a task with a URL makes its
+        webhook message due. Part of the caller's transaction.
         """
         query = f"SELECT status, times, webhook_url FROM {kind.TABLE} WHERE id = ?"
         row = self.db.execute(query, (id,)).fetchone()
@@ -252,7 +252,7 @@ class TaskStore(Database):
         return True
 
     def forget_ended(self, kind: type[Task], owner: str, keep: int) -> None:
-        """Keep the newest of an owner's tasks that are over and whose webhooks were sent."""
+        """Delete an owner's ended tasks without pending webhooks, except the newest `keep`."""
         query = f"""DELETE FROM {kind.TABLE} WHERE number IN (
             SELECT number FROM {kind.TABLE}
             WHERE owner = ? AND {_FORGETTABLE}
@@ -260,7 +260,9 @@ class TaskStore(Database):
         self.db.execute(query, (owner, keep))
 
     def make_room(self, owner: str, size: int, most_bytes: int) -> None:
-        """Forget an owner's oldest ended jobs until `size` fits, or none and raise StorageFull."""
+        """Delete an owner's oldest ended jobs until `size` fits. If it cannot fit, delete none and
+        raise StorageFull.
+        """
         missing = self.n_bytes(owner) + size - most_bytes
         if missing <= 0:
             return
@@ -290,7 +292,7 @@ def _column(value: object) -> object:
 
 
 def _record[R: Record](kind: type[R], row: sqlite3.Row) -> R:
-    """A row as a record. Raises ValueError for what we have not written."""
+    """A row as a record. Raises ValueError for invalid data."""
     values = {field.name: row[field.name] for field in fields(kind)}
     values |= {name: orjson.loads(values[name]) for name in _JSON & values.keys()}
     return msgspec.convert(values, kind)

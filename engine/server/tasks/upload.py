@@ -1,4 +1,4 @@
-"""An upload: multipart/form-data, written to disk as it comes."""
+"""Uploads: multipart/form-data, parsed and written to disk incrementally."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jitney.engine.server.http.errors import HttpError
 
 #: Bytes that are written at once.
 _BLOCK = 1 << 18
-#: Fields beside the file, and bytes of each.
+#: Most fields in addition to the file, and bytes of each.
 _MOST_FIELDS, _MOST_FIELD_BYTES = 16, 1024
 _MOST_NAME_CHARS = 255
-# It tells of every bad form, which the client is told too.
+# The parser logs every invalid form, which the client gets as an error anyway.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 _NOT_PRINTED = re.compile(r"[\x00-\x1f\x7f]")
 #: Events of the parser, each with a method of `Upload`.
@@ -35,7 +35,7 @@ _EVENTS = (
 
 
 class Upload:
-    """A form with a file, taken apart as it comes. Raises RequestError, HttpError 413."""
+    """A form with a file, parsed incrementally. Raises RequestError, HttpError 413."""
 
     def __init__(self, request: Request, limit: int):
         self._request = request
@@ -46,16 +46,16 @@ class Upload:
             raise RequestError("the Content-Type of a form must name its boundary")
         callbacks = {event: getattr(self, f"_{event}") for event in _EVENTS}
         self._parser = MultipartParser(boundary, callbacks)  # pyright: ignore[reportArgumentType]
-        #: The client's name for the file, without folders; never a path of ours.
+        #: The client's name for the file, without folders; never used as a path.
         self.name = ""
-        #: Bytes of the file that came so far.
+        #: Bytes of the file received so far.
         self.size = 0
         #: The other fields of the form.
         self.fields: dict[str, str] = {}
-        #: Bytes of the file that were not taken yet.
+        #: Bytes of the file that were parsed and not yet returned.
         self._pending = bytearray()
         self._has_ended = False
-        # Of the part that is being read.
+        # State of the current part.
         self._headers: dict[bytes, bytes] = {}
         self._header, self._value = bytearray(), bytearray()
         self._field = ""
@@ -132,6 +132,6 @@ class Upload:
 
 
 def _plain_name(name: str) -> str:
-    """The part behind the last slash of either kind, printable."""
+    """The part after the last slash or backslash, printable characters only."""
     last = re.split(r"[/\\]", name)[-1]
     return _NOT_PRINTED.sub("", last)[-_MOST_NAME_CHARS:].strip()

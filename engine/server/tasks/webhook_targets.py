@@ -1,4 +1,4 @@
-"""The URLs that the ends of batches and jobs may be sent to: those that the operator allows."""
+"""Checks of webhook URLs against the prefixes that the operator allows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import httpx
 
 from jitney.engine.common.errors import RequestError
 
-#: Segments of a path that are no names.
+#: Path segments with a special meaning.
 _DOTS = {".", ".."}
-#: Times that a path may be percent-encoded.
+#: Most times that a path may be percent-encoded.
 _MOST_ENCODINGS = 5
 
 
@@ -31,17 +31,17 @@ def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The target of a message, as the HTTP client reads it: lower case, no default port or dots."""
+    """A URL as the HTTP client reads it: lower-case host, without default port and dot segments."""
 
     #: Scheme, host and port.
     server: tuple[str, bytes, int | None]
-    #: As it is sent, and with nothing encoded any more.
+    #: The path as sent, and fully decoded.
     raw_path: str
     path: str
 
     @classmethod
     def of(cls, text: str) -> _Target | None:
-        """None for what is no URL, names a user, or may be read in two ways."""
+        """The target of a URL; None if it is invalid, has a user, or is ambiguous."""
         if not text.isascii() or any(char <= " " or char in "\\\x7f" for char in text):
             return None
         try:
@@ -55,7 +55,7 @@ class _Target:
         return cls((url.scheme, url.raw_host, url.port), raw_path, path)
 
     def lies_under(self, folder: _Target) -> bool:
-        """Whichever way the receiver reads the path: decoded or as it is."""
+        """Whether the path, as sent and decoded, is below a folder."""
         return (
             self.server == folder.server
             and _lies_under(self.raw_path, folder.raw_path)
@@ -64,7 +64,7 @@ class _Target:
 
 
 def _decoded(path: str) -> str | None:
-    """A path fully percent-decoded; None if any server may read it as leading elsewhere."""
+    """A path fully percent-decoded; None if a server might resolve it to another place."""
     for _ in range(_MOST_ENCODINGS):
         try:
             decoded = unicodedata.normalize("NFKC", unquote(path, errors="strict"))

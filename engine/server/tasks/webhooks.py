@@ -1,6 +1,6 @@
-"""Sends the end of a batch or of a job to a URL, signed as in Standard Webhooks
-(https://github.com/standard-webhooks/standard-webhooks), which OpenAI's clients check too. Only
-addresses that the operator allows (`webhook_targets`) get any, and no redirect is followed.
+"""Webhook messages about ended batches and jobs, signed as in Standard Webhooks
+(https://github.com/standard-webhooks/standard-webhooks), which OpenAI's clients can verify. They
+are sent only to URLs that the operator allows (`webhook_targets`); redirects are not followed.
 """
 
 from __future__ import annotations
@@ -29,41 +29,43 @@ from jitney.engine.server.tasks.webhook_targets import is_allowed
 
 _log = logging.getLogger("jitney.api")
 
-#: Seconds before each further try; after the last one it is given up.
+#: Seconds before each further attempt; after the last one the message is dropped.
 _PAUSES_S = (5, 30, 120, 600, 3600, 3 * 3600, 6 * 3600)
-#: Seconds before another try if nothing could be sent at all, because of a full disk perhaps.
+#: Seconds before another attempt after an error of the store, such as a full disk.
 _AGAIN_S = 10.0
-#: Seconds that one try may take, from the connection to the status and headers of the answer.
+#: Seconds for one attempt, from connecting to the headers of the answer.
 _TIMEOUT_S = 10.0
-#: Messages that are sent at once, and those of one key to one receiver.
+#: Most concurrent messages in all, and of one key to one receiver.
 _AT_ONCE, _OF_LANE = 64, 4
-#: From so many bytes on a message is long, and of what long ones hold in memory at once.
+#: Least bytes of a long message, and most bytes of concurrent long messages.
 _LONG_BYTES, _LONG_BYTES_AT_ONCE = 1 << 16, 32 << 20
 _SECRET_PREFIX = "whsec_"
-#: The kinds of tasks whose end is told, each with the longest column of what is told.
+#: Kinds of tasks with webhooks, and the largest column of their messages.
 _KINDS = ((Batch, "metadata"), (Job, "answer"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """The end of a task that is due to be sent."""
+    """A message about a task's end that is due."""
 
     kind: type[Batch | Job]
     #: Of the task.
     id: str
     #: Key and receiving server.
     lane: tuple[str, str]
-    #: Bytes of the longest thing in it.
+    #: Bytes of its largest column.
     size: int
 
 
 class _Sending(dict[str, _Message]):
-    """The messages being sent, by their tasks' ids. Each key has a lane to each receiver, so that
-    one that does not answer delays no other; long messages wait for long ones only.
+    """The messages being sent, by task id. Each pair of key and receiver has its own limit, so that
+    a receiver that does not answer delays no others; long messages wait only for long ones.
     """
 
     def add(self, message: _Message) -> bool:
-        """One more, if it is none of them and there is room for it and in its lane."""
+        """Add a message if it is not being sent and the limits allow it; returns whether it was
+        added.
+        """
         in_lane = sum(message.lane == other.lane for other in self.values())
         if self.is_full or message.id in self or in_lane >= _OF_LANE:
             return False
@@ -79,14 +81,14 @@ class _Sending(dict[str, _Message]):
 
 
 def _next_at(store: TaskStore, now: float) -> float | None:
-    """When the next message is due after now; None if none is."""
+    """Time at which the next message is due; None if there is none."""
     query = "SELECT MIN(told_at) FROM {} WHERE told_at > ?"
     times = [store.value(query.format(kind.TABLE), now) for kind, _ in _KINDS]
     return min((time for time in times if time is not None), default=None)
 
 
 def _due(store: TaskStore, now: float, sending: _Sending) -> list[_Message]:
-    """The messages that are to be sent by now and for which there is room: they are added."""
+    """Add the due messages for which there is room to `sending`; returns them."""
     chosen: list[_Message] = []
     for kind, longest in _KINDS:
         query = f"""SELECT id, owner, webhook_url, IFNULL(LENGTH({longest}), 0) FROM {kind.TABLE}
@@ -101,13 +103,13 @@ def _due(store: TaskStore, now: float, sending: _Sending) -> list[_Message]:
 
 
 def _tried(store: TaskStore, message: _Message, again_at: float | None) -> None:
-    """A message was sent, or is to be sent again then."""
+    """Record an attempt. again_at: time of the next one, if it failed."""
     query = f"UPDATE {message.kind.TABLE} SET attempts = attempts + 1, told_at = ? WHERE id = ?"
     store.db.execute(query, (again_at, message.id))
 
 
 def _event(task: Task) -> JsonDict:
-    """The message that tells of a task's end; its id is the same at every try."""
+    """The message about a task's end; its id is the same in every attempt."""
     kind, _, rest = task.id.partition("_")
     return {
         "object": "event",
@@ -134,18 +136,18 @@ def _signed(secret: str, id: str, sent_at: int, body: bytes) -> dict[str, str]:
 
 
 class Webhooks:
-    """Sends what is due, again and again if need be, also after a restart."""
+    """Sends due messages with retries, also after a restart."""
 
     def __init__(self, keeper: StoreKeeper, context: ServerContext):
         self._keeper = keeper
-        #: Has the URLs and the secret, which may change while it serves.
+        #: The settings with URLs and secret, which may change at any time.
         self._context = context
-        #: Something is due, or there is room for it.
+        #: Set when a message may be due, or there is room for one.
         self._changed = asyncio.Event()
         self._sending = _Sending()
 
     def wake(self) -> None:
-        """A task may be over."""
+        """Look for due messages: a task may have ended."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -161,14 +163,14 @@ class Webhooks:
                 except StoreUnavailable:
                     await asyncio.sleep(_AGAIN_S)
                 except Exception:
-                    _log.exception("ends could not be told; it is tried again")
+                    _log.exception("webhook messages could not be sent; retrying")
                     await asyncio.sleep(_AGAIN_S)
 
     async def _begin_due(self, client: httpx.AsyncClient, tasks: asyncio.TaskGroup) -> None:
-        """Send what is due and has room, and wait for a change."""
+        """Start sending due messages within the limits, then wait for a change."""
         self._changed.clear()
         now = time.time()
-        # The thread of the store has a copy: messages end while it chooses.
+        # A copy for the store's thread, since messages end meanwhile.
         for message in await self._keeper.do(_due, now, _Sending(self._sending)):
             self._sending[message.id] = message
             tasks.create_task(self._deliver(client, message))
@@ -179,13 +181,13 @@ class Webhooks:
                 await self._changed.wait()
 
     async def _deliver(self, client: httpx.AsyncClient, message: _Message) -> None:
-        """One try, and what comes of it. Never raises."""
+        """Send a message once and record the result. Never raises."""
         try:
             task: Task | None = await self._keeper.do(TaskStore.find, message.kind, message.id)
             if task is not None:
                 await self._try(client, message, task)
         except Exception:
-            _log.exception("the end of %s could not be told; it is tried again", message.id)
+            _log.exception("the webhook message about %s could not be sent; retrying", message.id)
             await asyncio.sleep(_AGAIN_S)
         finally:
             del self._sending[message.id]
@@ -199,7 +201,7 @@ class Webhooks:
         if problem:
             self._context.trouble("webhook", problem)
             _log.warning(
-                "the end of %s could not be told (%s); %s",
+                "the webhook message about %s could not be sent (%s); %s",
                 message.id,
                 problem,
                 "it is tried again" if again_at else "it is given up",
@@ -207,7 +209,7 @@ class Webhooks:
         await self._keeper.do(_tried, message, again_at)
 
     async def _send(self, client: httpx.AsyncClient, task: Task) -> str:
-        """One try; why it failed."""
+        """Send a message once; returns the reason of a failure."""
         url, event = task.webhook_url, _event(task)
         settings = self._context.settings
         secret = settings.webhook_secret
@@ -216,7 +218,7 @@ class Webhooks:
         body = orjson.dumps(event)
         headers = _signed(secret, event["id"], int(time.time()), body)
         try:
-            # What is answered is not read.
+            # The body of the answer is not read.
             async with (
                 asyncio.timeout(_TIMEOUT_S),
                 client.stream("POST", url, content=body, headers=headers) as response,

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: conversations of items, which the server keeps."""
+"""OpenAI's Responses API: conversations of items, stored by the server."""

@@ -162,7 +162,7 @@ class ResponseEvent(ResponseModel, tag_field="type", tag="response", kw_only=Tru
 
 
 class _OfResponse(ResponseEvent, kw_only=True):
-    """The response as it stands."""
+    """An event with the response's current state."""
 
     response: ResponseAnswer
 
@@ -188,7 +188,7 @@ class ResponseFailed(_OfResponse, tag="response.failed"):
 
 
 class _OfItem(ResponseEvent, kw_only=True):
-    """The item as it stands."""
+    """An event with an item's current state."""
 
     output_index: int
     item: OutputItem
@@ -203,14 +203,14 @@ class OutputItemDone(_OfItem, tag="response.output_item.done"):
 
 
 class _InItem(ResponseEvent, kw_only=True):
-    """Something in an item."""
+    """An event about a part of an item."""
 
     item_id: str
     output_index: int
 
 
 class _InPart(_InItem, kw_only=True):
-    """Something in the one part of an item."""
+    """An event about the only part of an item."""
 
     content_index: Literal[0] = 0
 

@@ -42,7 +42,7 @@ type _Keep = Callable[[ResponseAnswer], None]
 
 
 class ResponsesFormat(Format):
-    """One response, with one choice; it repeats its body's fields. keep: stores it, or None."""
+    """One response with one choice. keep: stores the response; None: it is not stored."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ResponsesFormat(Format):
             scores = TokenScores(tokenizer, as_ids=self.request.tokens_as_ids)
         self._output = Output(scores, body.call_forms)
         self._sequence = 0
-        #: Why the engine ended it; None while it goes on.
+        #: Reason for its end; None while it goes on.
         self._ending: Ending | None = None
 
     def add(self, choice: Choice, delta: ChoiceDelta) -> None:
@@ -72,7 +72,7 @@ class ResponsesFormat(Format):
         yield from in_pieces(self._ended())
 
     def opening(self) -> bytes:
-        """A stream begins with the response before anything of it is there."""
+        """The first events of a stream: the response without output."""
         response = self._response("in_progress")
         frames: list[bytes] = []
         for event in (ResponseCreated(response=response), ResponseInProgress(response=response)):
@@ -135,7 +135,7 @@ class ResponsesFormat(Format):
             self._keep_response(replace(response, output=items))
 
     def _response(self, status: ResponseStatus) -> ResponseAnswer:
-        """The response as it stands, without its output."""
+        """The response in its current state, without its output."""
         body, sampling = self._body, self.request.sampling
         tools = [tool.shown() for tool in body.tools or () if not isinstance(tool, OtherTool)]
         return ResponseAnswer(

@@ -19,7 +19,7 @@ _CallId = Annotated[Label, Field(min_length=1)]
 
 
 class _Item(Part):
-    """One item of a conversation. id: as an earlier answer gave it; of no meaning here."""
+    """One item of a conversation. id: from an earlier answer; ignored."""
 
     id: Label | None = None
     status: _Status | None = None
@@ -30,7 +30,7 @@ class _Item(Part):
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Types of what the model does not read of it."""
+        """Types of the content that the model does not read."""
         return ()
 
 
@@ -154,7 +154,7 @@ class ReferenceItem(Part):
 
 
 class HostedItem(Part):
-    """An item of a tool that one provider defines, or of its servers. It is kept as it came."""
+    """An item of a tool that one provider defines or runs. It is stored unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -162,7 +162,7 @@ class HostedItem(Part):
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Its type, unless the model reads it as a call of a function, or what one gave."""
+        """Its type, unless the model reads it as a function call or a result."""
         item = self.shown()
         is_read = hosted_call(item) is not None or hosted_output(item) is not None
         return () if is_read else (self.type,)
@@ -181,14 +181,14 @@ _HOSTED_CALLS = {
     "shell_call": ("shell", "action"),
     "tool_search_call": ("tool_search", "arguments"),
 }
-#: Type of what such a tool gave -> the field that has it.
+#: Type of a result of such a tool -> the field that contains it.
 _HOSTED_OUTPUTS = {
     "apply_patch_call_output": "output",
     "local_shell_call_output": "output",
     "shell_call_output": "output",
     "tool_search_output": "tools",
 }
-#: Items that no template can show, beside calls of tools that run on a provider's servers.
+#: Items that no template can show, in addition to calls of tools that a provider runs.
 _UNREAD = frozenset(
     {
         "additional_tools",

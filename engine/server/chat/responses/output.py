@@ -67,19 +67,19 @@ class Output:
     def __init__(self, scores: TokenScores | None, forms: Mapping[str, CallForm]):
         self._scores = scores
         self._forms = forms
-        #: All that have begun; the text of one that is open stands in `_texts` until it is closed.
+        #: All items that have begun; the text of the open one is in `_texts` until it is closed.
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._texts: list[str] = []
-        #: Tokens of the open message, where log-probabilities are shown.
+        #: Tokens of the open message, if log-probabilities are returned.
         self._tokens = TokenList.empty(None)
 
     def items(self) -> list[OutputItem]:
-        """All that have ended."""
+        """All complete items."""
         return self._items if self._open is None else self._items[:-1]
 
     def push(self, event: AssistantEvent, tokens: TokenList | None) -> Iterator[ResponseEvent]:
-        """Add an event of the model's turn; yields a stream's events. tokens: that came with it."""
+        """Add an event of the model's turn and its tokens; yields the stream's events."""
         match event:
             case ToolCallStart():
                 yield from self._begin(self._call(event))
@@ -99,7 +99,7 @@ class Output:
         yield self._delta(self._open, event.text, tokens)
 
     def finish(self, status: ItemStatus) -> Iterator[ResponseEvent]:
-        """The turn is over. A model that said nothing gave an empty message."""
+        """End the turn; if there is no item, add an empty message."""
         if not self._items:
             yield from self._begin_message()
         yield from self.close(status)
@@ -167,7 +167,7 @@ class Output:
                 return CustomInputDelta(item_id=item.id, output_index=index, delta=text)
 
     def _text_done(self, item: OutputItem) -> ResponseEvent:
-        """The whole text of the item, which is written into it."""
+        """Write the whole text into the item; returns its event."""
         index, text = self._index, "".join(self._texts)
         match item:
             case OutputMessage():
@@ -187,7 +187,7 @@ class Output:
                 return CustomInputDone(item_id=item.id, output_index=index, input=text)
 
     def _part(self, item: OutputItem) -> OutputText | ReasoningText | None:
-        """The one part of an item that has one, as it stands, which is written into it."""
+        """Write the current part into an item that has a part; returns it."""
         text = "".join(self._texts)
         match item:
             case OutputMessage():

@@ -1,4 +1,4 @@
-"""The routes of /v1/responses, and how its items become the messages that a chat template knows."""
+"""The routes of /v1/responses, and the conversion of items to messages of a chat template."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def _count_tokens(service: Service, request: Request) -> Response:
     context = Context.of(request)
     service.check_model(body.model)
     before = _previous(service, body, context.tenant)
-    RequestBuilder(service, body, context).sampling({})  # refuses what a response is refused for
+    RequestBuilder(service, body, context).sampling({})  # raises the same errors as a response
     items = await service.slices.result(_kept_items(body, service.responses, context))
     conversation = await _conversation(service, body, before, items)
     prompt = await conversation.prompt(service, context.notes)
@@ -122,7 +122,7 @@ async def _count_tokens(service: Service, request: Request) -> Response:
 async def _conversation(
     service: Service, body: InputTokensBody, before: KeptTurn | None, items: list[JsonDict]
 ) -> Conversation:
-    """The conversation of a body. before: the turn that it continues; items: the body's own."""
+    """The conversation of a body. before: the turn that it continues; items: of the body."""
     earlier: list[JsonDict] = []
     if before is not None:
         earlier = await service.slices.result(before.all_items())
@@ -138,7 +138,7 @@ def _tool_use(body: InputTokensBody) -> ToolUse | None:
 
 
 def _previous(service: Service, body: InputTokensBody, tenant: str) -> KeptTurn | None:
-    """The turn that the body goes on from. Raises HttpError 404."""
+    """The turn of `previous_response_id`. Raises HttpError 404."""
     if body.previous_response_id is None:
         return None
     stored = service.responses.get(tenant, body.previous_response_id, "previous_response_id")
@@ -172,7 +172,7 @@ def _kept_items(
 
 
 def _template_messages(instructions: str | None, items: Iterable[JsonDict]) -> Work[list[JsonDict]]:
-    """The messages of items; thoughts, content and calls that follow each other are one."""
+    """The messages of items; adjacent thoughts, content and calls form one message."""
     messages: list[JsonDict] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -210,7 +210,7 @@ def _add(messages: list[JsonDict], item: JsonDict) -> None:
 
 
 def _call(item: JsonDict, arguments: str) -> JsonDict:
-    """A call as templates know it."""
+    """A call in the form of chat templates."""
     name = CallForm(item["name"], item.get("namespace")).flat_name
     return made_call(item["call_id"], name, arguments)
 
@@ -229,14 +229,14 @@ def _add_hosted(messages: list[JsonDict], item: JsonDict) -> None:
 
 
 def _assistant(messages: list[JsonDict], field: str = "") -> JsonDict:
-    """The last message, or a new one if it has the field or has called a tool."""
+    """The assistant message for a field: the last one if it can get the field, else a new one."""
     if not _goes_on(messages, field):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def _goes_on(messages: list[JsonDict], field: str) -> bool:
-    """Whether the last message is the assistant's, and may get this field."""
+    """Whether the last message is the assistant's and may get this field."""
     last = messages[-1] if messages else {}
     is_over = bool(last.get(field)) or (bool(field) and "tool_calls" in last)
     return last.get("role") == "assistant" and not is_over

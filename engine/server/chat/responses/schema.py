@@ -53,7 +53,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 def includable(names: list[str]) -> list[str]:
-    """The names, which all must be known."""
+    """Check the values of `include`."""
     for name in names:
         if name not in _INCLUDABLE:
             raise unsupported(f"{echo(name)} cannot be included")
@@ -91,7 +91,7 @@ class _Text(Part):
 
 
 class _Reasoning(Part):
-    """All but the effort are hints: no summaries are made, and "auto" asks for one if there is."""
+    """All fields but the effort are hints. Summaries are never made; "auto" accepts that."""
 
     effort: ReasoningEffort | None = None
     summary: str | None = None
@@ -100,7 +100,7 @@ class _Reasoning(Part):
     mode: str | None = None
 
 
-#: Hints inside objects -> values that ask for what is done anyway.
+#: Hints inside objects -> values that ask for the default behaviour.
 _INNER_HINTS: dict[str, tuple[str | None, ...]] = {
     "reasoning.context": (None, "auto", "all_turns"),
     "reasoning.generate_summary": (None, "auto"),
@@ -119,7 +119,7 @@ class InputTokensBody(GenerationBody):
 
     refused: ClassVar = _NOT_HERE | {"stream": (False,)}
 
-    #: Empty: the model answers to the instructions, or goes on from a response.
+    #: Empty: the model answers the instructions, or continues a response.
     input: Annotated[
         list[Annotated[AnyItem, PlainValidator(item_of, json_schema_input_type=AnyItem)]],
         BeforeValidator(_items, json_schema_input_type=str | list[AnyItem]),
@@ -220,13 +220,13 @@ class InputTokensBody(GenerationBody):
 
 
 class ResponsesBody(InputTokensBody):
-    """POST /v1/responses. The sampling parameters of the other routes may be asked for too."""
+    """POST /v1/responses. The sampling parameters of the other routes are accepted too."""
 
     refused: ClassVar = _NOT_HERE
 
     include: Annotated[list[str], AfterValidator(includable)] | None = None
     max_output_tokens: Annotated[int | None, ranged("max_tokens")] = None
-    #: Calls of tools that run on the server; there are none, so none are too many.
+    #: Limit of calls of tools that the server runs; it runs none.
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     store: bool | None = None
     top_logprobs: Annotated[int | None, ranged("logprobs")] = None

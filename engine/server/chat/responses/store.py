@@ -1,4 +1,4 @@
-"""Responses to ask for again, or go on from: in memory, bounded, each tenant's its own."""
+"""Stored responses, to be read again or continued: in memory, bounded, separate per tenant."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.http.errors import HttpError, echo
 from jitney.engine.server.http.slices import Work
 
-#: Bytes of a response's place itself.
+#: Bytes charged per response in addition to its content.
 _PLACE_BYTES = 1024
 
 
 @dataclass(slots=True, eq=False)
 class KeptTurn:
-    """One response's input and output; kept as long as a response or a later turn needs it."""
+    """One response's input and output; stored while a response or a later turn refers to it."""
 
-    #: The turn that it answered to; None: it began a conversation.
+    #: The previous turn; None: the conversation began with this one.
     before: KeptTurn | None
     #: JSON list of items, with their ids.
     input: bytes
     output: bytes = b"[]"
-    #: Responses and turns that need it.
+    #: Number of responses and turns that refer to it.
     needed_by: int = 0
 
     @property
@@ -55,7 +55,7 @@ def _chain(turn: KeptTurn | None) -> Iterator[KeptTurn]:
 
 @dataclass(slots=True, eq=False)
 class KeptResponse:
-    """One response, as it stands."""
+    """One stored response."""
 
     id: str
     turn: KeptTurn
@@ -80,7 +80,7 @@ class _Shelf:
 
 @dataclass(slots=True, eq=False)
 class ResponseStore:
-    """Stores a bounded number and bytes; the oldest of the tenant with most go first."""
+    """Store bounded in number and bytes; evicts the oldest response of the largest tenant."""
 
     _most: int
     _most_bytes: int
@@ -174,7 +174,7 @@ class ResponseStore:
 
 
 def _need(shelf: _Shelf, turn: KeptTurn) -> None:
-    """A response needs the turn, and with it those before."""
+    """Count a reference to the turn, and to those before if it is new."""
     for needed in _chain(turn):
         needed.needed_by += 1
         if needed.needed_by > 1:
@@ -183,7 +183,7 @@ def _need(shelf: _Shelf, turn: KeptTurn) -> None:
 
 
 def _let_go(shelf: _Shelf, turn: KeptTurn) -> None:
-    """One less needs the turn; when none does, it needs those before no longer."""
+    """Drop a reference to the turn; without any, drop its reference to the one before."""
     for needless in _chain(turn):
         needless.needed_by -= 1
         if needless.needed_by:

@@ -1,6 +1,6 @@
-"""The tools of /v1/responses: functions, custom tools and namespaces of both, and the choice. The
-model gets functions, those of a namespace under both names, and its calls are translated back to
-the client's names (`CallForm`).
+"""The tools of /v1/responses: functions, custom tools, namespaces of both, and tool choices. The
+model gets functions only; those of a namespace are named by namespace and tool. Its calls are
+translated back to the client's names (`CallForm`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class PlacedTool(NamedTuple):
 
 
 def placed(tools: Iterable[AnyTool]) -> list[PlacedTool | str]:
-    """All tools in order, those of namespaces too; paths of those that the model does not get."""
+    """All tools in order, also those of namespaces; for tools the model does not get, the path."""
     placed_tools: list[PlacedTool | str] = []
     for place, tool in enumerate(tools):
         path = f"tools[{place}]"
@@ -158,7 +158,7 @@ def _placed(path: str, tool: _Own | OtherTool, namespace: str | None) -> PlacedT
 
 
 class NamedTool(Part):
-    """A choice of tools: this one. namespace: of the tool, if its name alone does not say it."""
+    """A choice of one tool. namespace: needed if several tools have this name."""
 
     type: Literal["function", "custom"]
     name: str
@@ -170,7 +170,7 @@ class NamedTool(Part):
 
 
 class AllowedTools(Part):
-    """A choice of tools: some of them. Those that the model is not told of are no choice."""
+    """A choice of several tools. Tools that the model does not get are left out."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
