@@ -56,24 +56,24 @@ from jitney.engine.server import (
     in_pieces,
 )
 
-#: Long answers that are made at a time.
+#: Most long answers that are built at the same time.
 _MOST_ANSWERS = 16
 #: Frames of the feed a second.
 _HZ = 10.0
-#: Seconds of the past that the page has in it.
+#: Seconds of history embedded in the page.
 _FIRST_S = 60
-#: Parts of a timeline, at most.
+#: Most bins of a timeline.
 _MAX_BINS = 600
-#: Of requests that are listed.
+#: States by which requests can be listed.
 _STATES = ("all", "open", "waiting", "prefill", "decode", "finished", "refused")
-#: Those that ended requests have, and whether they were refused then; None: either.
+#: States of ended requests -> whether those are refused ones; None: either.
 _KEPT_STATES = {"all": None, "finished": False, "refused": True}
-#: Numbers of a query: beyond every limit, and most digits of one.
+#: Numbers in a query: one beyond every limit, and the most digits.
 _ANY = 2**62
 _MOST_DIGITS = 18
-#: Incidents of an answer.
+#: Most incidents in an answer.
 _MOST_INCIDENTS = 500
-#: Level at which answers are compressed: 64 kB in about a millisecond.
+#: Compression level of answers: takes a millisecond for 64 kB.
 _FAST = 1
 #: Bytes of a piece of a report.
 _BLOCK = 1 << 16
@@ -84,7 +84,7 @@ _EXPERIMENT_FORM = (
 _JSON = {"content-type": "application/json"}
 #: Token ids to text.
 _Decode = Callable[[list[int]], str]
-#: Answers a request for one path.
+#: The handler of one path.
 type _Handler = Callable[[Request], Awaitable[Response | StreamingResponse]]
 
 
@@ -154,7 +154,7 @@ class Dashboard(PageRoutes):
         return lines
 
     def _handlers(self) -> dict[str, _Handler]:
-        """By the paths of `ENGINE_ROUTES`."""
+        """The handlers by the paths of `ENGINE_ROUTES`."""
         return {
             "/slots": self.seats,
             "/frames": self.step_records,
@@ -177,14 +177,16 @@ class Dashboard(PageRoutes):
         }
 
     async def page(self, request: Request) -> Response:
-        """As `PageRoutes.page`, with the figures of now in it."""
+        """The page, see `PageRoutes.page`, with the current figures embedded."""
         return await self.page_file(request, self.index, partial(self._first, request))
 
     async def _first(self, request: Request) -> bytes:
-        """The engines, the first events of the feed, and the last minute as /timeline has it."""
+        """Data embedded in the page: engines, first events of the feed, /timeline of the last
+        minute.
+        """
         identity = self.sessions.of_request(request.scope)
         first: JsonDict = {"engines": self._engines(), "events": [], "past": None}
-        with contextlib.suppress(TooManyViewers, RequestError):  # busy: the page asks itself
+        with contextlib.suppress(TooManyViewers, RequestError):  # the page will ask again
             events = await self.feed.first_events(identity)
             end = sse.decode(events[-1])[1].get("t", time.monotonic())
             window = Window.shown(self.client.history, end - _FIRST_S, end, end, self.client.info)
@@ -236,7 +238,7 @@ class Dashboard(PageRoutes):
         )
 
     async def history(self, request: Request) -> Response:
-        """The engine over hours, coarsely, see `HistoryLog.bins`. 404 where no history is kept."""
+        """The engine over hours, in coarse bins, see `HistoryLog.bins`. 404 without a history."""
         now = time.monotonic()
         query = _Query(request)
         bins = query.whole("bins", 300, 1, _MAX_BINS)
@@ -245,8 +247,8 @@ class Dashboard(PageRoutes):
         return to_json({"now": now, "bins": await self.history_log.bins(start, end, bins)})
 
     async def stays(self, request: Request) -> StreamingResponse:
-        """The stays in seats at a time of the history of hours, at most ten minutes, as /timeline
-        has them. 404 where no history is kept.
+        """The stays in seats in at most ten minutes of the history of hours, in the form of
+        /timeline. 404 without a history.
         """
         query, now = _Query(request), time.monotonic()
         end = min(now, query.seconds("to", now))
@@ -257,7 +259,7 @@ class Dashboard(PageRoutes):
         return self._sent(request, answer | {"stays": columns})
 
     async def trace(self, request: Request) -> StreamingResponse:
-        """The same time as a Chrome trace, to be saved as a file."""
+        """A Chrome trace of a time span, as a file to save."""
         now = time.monotonic()
         window = self._window(request, now)
         model = self.client.info.model.name if self.client.info is not None else "engine"
@@ -271,7 +273,7 @@ class Dashboard(PageRoutes):
         return self._sent(request, await self.slices.result(work))
 
     def _sent(self, request: Request, value: JsonDict) -> StreamingResponse:
-        """JSON, of which lists are written run by run; compressed where the client can read it."""
+        """A JSON response; lists are written in runs; compressed if the client accepts that."""
         blocks = self.slices.blocks(in_pieces(_with_long_lists(value)))
         if not accepts_gzip(request.scope):
             return StreamingResponse(blocks, _JSON)
@@ -317,8 +319,8 @@ class Dashboard(PageRoutes):
         return self._sent(request, listing)
 
     async def request(self, request: Request) -> Response | StreamingResponse:
-        """One sequence in full, see `request_detail.detail`. 404 when it is not known, or not any
-        more, or belongs to another key.
+        """One sequence in full, see `request_detail.detail`. 404 if it is unknown, forgotten, or of
+        another key.
         """
         identity = Identity.of(request.scope)
         index = _Query(request).whole("index", 0, 0, REQUEST_MOST.n)
@@ -333,14 +335,14 @@ class Dashboard(PageRoutes):
         return self._sent(request, detail | {"text": text})
 
     async def _kept_request(self, id: str, index: int, identity: Identity) -> JsonDict:
-        """A sequence that the history of hours alone knows. Raises HttpError 404 and 503."""
+        """A sequence from the history of hours. Raises HttpError 404 and 503."""
         stored = await self.history_log.named(id, index) if self.history_log.is_kept else None
         if stored is None or not identity.may_see(stored.record.tenant):
             raise _no_request()
         return request_detail.kept_detail(stored.record, stored.adapter) | {"text": None}
 
     async def _text(self, record: RequestRecord) -> dict[str, str] | None:
-        """Prompt and answer, if they may be shown."""
+        """Prompt and answer, if texts are shown."""
         if self.decode is None or record.tokens is None:
             return None
         prompt, answer = record.tokens[: record.n_prompt], record.tokens[record.n_prompt :]
@@ -396,13 +398,13 @@ class Dashboard(PageRoutes):
         return to_json(await run_in_threadpool(programs, records, self.client.info))
 
     async def buckets(self, request: Request) -> Response:
-        """The sizes under which the recorded steps would have taken the least time."""
+        """The compiled sizes with which the recorded steps would have taken the least time."""
         if self.lab is None:
             raise HttpError(404, "this page has no policy lab", code="not_found")
         return to_json(await self.lab.buckets())
 
     async def show_settings(self, request: Request) -> Response:
-        """Every setting with its value and its origin, as /config has them."""
+        """All settings with value and origin, like /config."""
         if self.service is None:
             raise HttpError(404, "this page has no server around it", code="not_found")
         return to_json(self.service().config_report())
@@ -437,13 +439,13 @@ def _no_request() -> HttpError:
 
 
 def _blocks_of(page: bytes) -> Generator[bytes, None, None]:
-    """Pieces of a text that is there already."""
+    """An existing text in pieces."""
     for start in range(0, len(page), _BLOCK):
         yield page[start : start + _BLOCK]
 
 
 def _with_long_lists(value: Any) -> Any:
-    """Lists in objects in it are written run by run."""
+    """The value with lists inside objects replaced by LongJson, written in runs."""
     if isinstance(value, dict):
         return {name: _with_long_lists(item) for name, item in value.items()}
     return LongJson.of_list(value) if isinstance(value, list) else value
@@ -451,7 +453,7 @@ def _with_long_lists(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """Parameters in the URL of a request. All raise RequestError that names the wrong one."""
+    """Parameters in the URL of a request. Methods raise RequestError that names the parameter."""
 
     request: Request
 

@@ -31,8 +31,8 @@ from jitney.engine.server import (
     until_disconnect,
 )
 
-#: Nothing from elsewhere, no inline script; Plotly sets inline styles and draws its icons from
-#: data: URLs.
+#: Content-Security-Policy: nothing from other origins and no inline script. Plotly needs inline
+#: styles, and data: URLs for its icons.
 _POLICY = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -59,7 +59,7 @@ _REPORT_POLICY = (
 class _PageGuard:
     """Security headers on every answer, and no answer to pages of other sites.
 
-    cors_origins: other origins whose pages may look too.
+    cors_origins: other origins whose pages may read answers.
     """
 
     app: ASGIApp
@@ -84,15 +84,15 @@ class _PageGuard:
             await refusal(scope, receive, send_with_headers)
 
     def _check(self, scope: Scope) -> None:
-        """A person may come here by a link of another site; a script of it may not even start a
-        feed, which it could not read but which takes a place.
+        """Raise an error for requests of other sites' pages. Links to the page are allowed; scripts
+        may not even start a feed: they could not read it, but it would count as a viewer.
         """
         if scope["method"] != "GET" or not _is_navigation(scope):
             refuse_other_sites(scope, self.cors_origins)
 
 
 def _is_navigation(scope: Scope) -> bool:
-    """A person follows a link to here, or opens it: no script will see the answer."""
+    """Whether a user opens this page or follows a link to it, so that no script sees the answer."""
     return Headers(scope=scope).get("sec-fetch-mode") == "navigate"
 
 
@@ -116,7 +116,7 @@ class PageLine(NamedTuple):
     """A line of a page's table of routes."""
 
     route: Route | Mount
-    #: Who may use it.
+    #: Least role of its users.
     role: Role = Role.USER
 
 
@@ -141,7 +141,7 @@ def _add_headers(message: Message, path: str) -> None:
 
 
 class _FeedSource(Protocol):
-    """A feed, of an engine here or elsewhere."""
+    """The feed of a local or remote engine."""
 
     def viewer(
         self, last_id: str = "", identity: Identity = EVERYBODY
@@ -150,8 +150,8 @@ class _FeedSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FeedEndpoint:
-    """The feed as an endless response. It ends with the engine, or when the client leaves, which is
-    waited for at the same time: a viewer that is gone frees its place at once."""
+    """The feed as an endless response, which ends with the engine. A disconnect is awaited at the
+    same time, so that a viewer who leaves frees its place at once."""
 
     feed: _FeedSource
 

@@ -1,4 +1,4 @@
-"""`jitney dashboard`: the page by itself, for engines elsewhere."""
+"""`jitney dashboard`: the page without an engine, for remote engines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _FLAGS = (
         metavar="A,B,...",
     ),
 )
-#: Settings that are explained as those of `jitney serve`, and what help calls their values.
+#: Settings with the help of `jitney serve`'s -> names of their values in the help.
 _AS_OF_A_SERVER = {
     "ssl_certfile": "FILE",
     "ssl_keyfile": "FILE",
@@ -88,7 +88,7 @@ def dashboard_command(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     key = args.engine_key()
     flags: JsonDict = {name: getattr(args, name) for name in _SETTINGS}
-    # The engines' key is also what visitors sign in with, and the engines know what it may see.
+    # Visitors sign in with the engines' key; the engines decide what it may see.
     flags["admin_keys"] = (key,) if key else ()
     config = load_config(None, NOTHING, flags)
     addresses = [*args.replicas, *args.engine] or [_DEFAULT_ENGINE]
@@ -97,7 +97,7 @@ def dashboard_command(arguments: Sequence[str]) -> int:
 
 
 def _engines(addresses: Sequence[str], key: str) -> dict[str, RemoteEngine]:
-    """By name. Raises ConfigError for one that cannot be an engine, or is there twice."""
+    """The engines by name. Raises ConfigError for invalid and repeated addresses."""
     from jitney.dashboard.fleet_member import ReplicaAddress
     from jitney.dashboard.remote import RemoteEngine
 
@@ -146,7 +146,7 @@ def _web_server(
 def _page_of(
     engines: dict[str, RemoteEngine], settings: ServerSettings, price: float | None
 ) -> Starlette:
-    """The page of the only engine, or that of all."""
+    """The page of a single engine, or of a fleet."""
     from jitney.dashboard.fleet import FleetView
     from jitney.dashboard.fleet_page import FleetPage
     from jitney.dashboard.standalone import Standalone

@@ -1,5 +1,5 @@
-"""Tables that a page writes down of its engine, whether or not it is watched: on the disk, or in
-memory where there is no folder.
+"""Logs that a page keeps of its engine, with or without viewers: on disk, or in memory if there is
+no folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("jitney.dashboard")
 class LogKeeper[D: Database](DatabaseKeeper[D]):
     """The tables of a log. A folder without a name stands for memory."""
 
-    #: Of the tables.
+    #: The class of the tables.
     TABLES: type[D]
 
     def open_database(self) -> D:
@@ -37,14 +37,13 @@ class LogKeeper[D: Database](DatabaseKeeper[D]):
 
 
 class DiskLog[D: Database](ABC):
-    """Looks at an engine every `PAUSE_S` seconds while `at_work`, and writes down what it finds.
-    data_dir: of the server; None: the log ends with the server. Trouble with the disk costs the log
-    alone, and is an incident.
+    """Records facts of an engine every `PAUSE_S` seconds while `at_work`. data_dir: of the server;
+    None: the log ends with the server. Disk errors affect only the log, and are an incident.
     """
 
     #: Folder in data_dir.
     FOLDER: ClassVar[str]
-    #: Seconds between two looks.
+    #: Seconds between two records.
     PAUSE_S: ClassVar[float]
     KEEPER: type[LogKeeper[D]]
 
@@ -55,13 +54,13 @@ class DiskLog[D: Database](ABC):
 
     @abstractmethod
     async def look(self, keeper: LogKeeper[D]) -> None:
-        """Write down what is new since the look before; what cannot be written stays for the next
-        look. Raises StoreUnavailable.
+        """Write all news since the last call; if that fails, the next call tries again. Raises
+        StoreUnavailable.
         """
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        """The log is written as long as the block runs."""
+        """Context in which the log is written."""
         self._opening = asyncio.create_task(self._open())
         writing = asyncio.create_task(self._write())
         try:
@@ -71,7 +70,7 @@ class DiskLog[D: Database](ABC):
             await asyncio.gather(writing, return_exceptions=True)
             keeper = await self._opening
             with contextlib.suppress(StoreUnavailable):
-                await self.look(keeper)  # how it ended
+                await self.look(keeper)  # the last news
             await keeper.close()
             self._opening = None
 
@@ -102,12 +101,12 @@ class DiskLog[D: Database](ABC):
         return self.KEEPER(Path())
 
     async def _write(self) -> None:
-        """Look until cancelled, or until a look fails, which is logged."""
+        """Call `look` until cancelled, or until it fails, which is logged."""
         assert self._opening is not None
         try:
             keeper = await asyncio.shield(self._opening)
             while True:
-                with contextlib.suppress(StoreUnavailable):  # it was logged; written when possible
+                with contextlib.suppress(StoreUnavailable):  # already logged; tried again later
                     await self.look(keeper)
                 await asyncio.sleep(self.PAUSE_S)
         except Exception:

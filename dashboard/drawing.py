@@ -1,5 +1,5 @@
-"""Drawing a report in a process of its own: plotly is half a second of pure Python, which as a
-thread would take the event loop's interpreter all that time.
+"""Drawing of reports in a child process: plotly runs half a second of pure Python, which in a
+thread would block the event loop (GIL).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from jitney.dashboard.report import ReportData
 from jitney.engine.common.child_process import end_child, start_child
 from jitney.engine.common.errors import RequestError
 
-#: Seconds after which a drawing is given up.
+#: Time limit of a drawing in seconds.
 _LONGEST_S = 60.0
-#: Reports that may wait for the one that is being drawn.
+#: Most reports that wait to be drawn.
 _MOST_WAITING = 4
 
 
@@ -56,8 +56,8 @@ def _main() -> None:
     """The process that draws one report: its data from standard input, its HTML to standard
     output.
     """
-    os.nice(5)  # requests go first
-    data: ReportData = pickle.load(sys.stdin.buffer)  # our parent's own
+    os.nice(5)  # requests have priority
+    data: ReportData = pickle.load(sys.stdin.buffer)  # trusted: written by the parent
     sys.stdout.buffer.write(data.drawn().encode())
 
 

@@ -1,4 +1,4 @@
-"""Routes of an engine's page beside the page itself and the feed."""
+"""Routes of an engine's page, except the page itself and the feed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class _EngineRoute(NamedTuple):
     path: str
     #: GET includes HEAD.
     methods: tuple[str, ...]
-    #: Who may ask.
+    #: Least role of its users.
     role: Role
 
 
 _GET = ("GET",)
-#: A new answer is its line here and its handler in `dashboard.app`; a dashboard elsewhere passes
-#: all of them on.
+#: A new answer needs a line here and a handler in `dashboard.app`; a remote dashboard forwards all
+#: of them.
 ENGINE_ROUTES = (
     _EngineRoute("/slots", _GET, Role.USER),
     _EngineRoute("/frames", _GET, Role.USER),

@@ -1,6 +1,5 @@
-"""One sampler for all viewers: it takes a snapshot of the engine a few times a second while anybody
-watches, and none otherwise. Every viewer gets the same bytes; one that cannot keep up starts again
-from a key frame.
+"""The live feed of an engine. One sampler takes a snapshot a few times a second while there are
+viewers. All viewers get the same bytes; one that cannot keep up continues from a new key frame.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ _log = logging.getLogger("jitney.dashboard")
 
 #: Seconds from one key frame to the next.
 _KEY_FRAME_S = 2.0
-#: Seconds between two questions for the pages, and that a first frame waits for their answer.
+#: Seconds between two requests for the page map; most seconds that a first frame waits for it.
 _PAGES_S, _FIRST_PAGES_S = 0.5, 0.05
-#: Seconds without a change after which a frame goes out all the same.
+#: Most seconds between two frames, even without a change.
 _HEARTBEAT_S = 1.0
-#: Viewers that one user may have, so that none takes all places.
+#: Most viewers of one user.
 _MOST_OF_A_USER = 8
-#: Frames kept for those who come back within a few seconds.
+#: Frames stored for viewers that reconnect within a few seconds.
 _KEPT_FRAMES = 30
-#: Seconds that percentiles look back, and that histograms do; how often percentiles are renewed.
+#: Windows of percentiles and of histograms, and the interval of new percentiles, in seconds.
 _RECENT_S, _HISTOGRAM_S, _RENEW_S = 30.0, 60.0, 1.0
 
 
@@ -80,10 +79,10 @@ class Feed:
         self._n_notes = 0
         #: Frames sent since the start.
         self._n_frames = 0
-        #: The newest snapshot that was sent, and its key frame once a viewer needs it, by viewer.
+        #: The newest snapshot that was sent, and its encoded key frames by kind of viewer.
         self._last: Snapshot | None = None
         self._key_frames: dict[Identity, bytes] = {}
-        #: The newest frames: id, and all events that were sent with it to administrators.
+        #: The newest frames: id, and the events sent to administrators.
         self._recent: deque[tuple[str, list[bytes]]] = deque(maxlen=_KEPT_FRAMES)
 
     @property
@@ -97,7 +96,7 @@ class Feed:
         identity: whose it is, which decides what it is shown. Raises TooManyViewers.
         """
         if identity.is_admin:
-            identity = EVERYBODY  # all of them are sent the same
+            identity = EVERYBODY  # all administrators get the same events
         self._check_room(identity)
         viewer = self._welcome(last_id, identity)
         self._viewers.add(viewer)
@@ -139,10 +138,10 @@ class Feed:
     def _stop_sampling(self) -> None:
         if self._sampling is not None:
             self._sampling.cancel()
-        self._sampling = None  # it ends later, and a viewer that comes before that needs a new one
+        self._sampling = None  # it ends later; a viewer that comes before needs a new task
 
     def _welcome(self, last_id: str, identity: Identity) -> Viewer:
-        """Hello, and then what was missed if that is known, else a key frame."""
+        """The hello event, then the missed events if they are stored, else a key frame."""
         hello = self._hello(identity)
         if not self.sampling or self._last is None:
             return Viewer([hello], lost=True, identity=identity)
@@ -152,7 +151,7 @@ class Feed:
         return Viewer([hello, *missed], identity=identity)
 
     def _missed_since(self, last_id: str) -> list[bytes] | None:
-        """All events after the frame with this id, None if it is not kept."""
+        """All events after the frame with this id; None if it is not stored."""
         missed: list[bytes] | None = None
         for frame_id, events in self._recent:
             if missed is not None:
@@ -176,7 +175,7 @@ class Feed:
         )
 
     async def _sample(self) -> None:
-        """Frames until no viewer is left, or the engine is dead for good, which ends the feed."""
+        """Send frames until no viewer is left. If the engine is dead for good, end the feed."""
         reason = "the page's feed failed; the server's log says why"
         try:
             await _Sampler(self).run()
@@ -187,13 +186,13 @@ class Feed:
             viewer.close(sse.bye(reason))
 
     def send_hello(self) -> None:
-        """Another engine runs than the viewers know of."""
+        """Send a hello event, since another engine runs now."""
         for viewer in self._viewers:
             viewer.put(self._hello(viewer.identity))
 
     def send(self, now: Snapshot, *, with_key_frame: bool) -> None:
-        """Send a snapshot: what happened, notes, and a key frame or what changed; nothing if
-        nothing did.
+        """Send a snapshot: events, notes, and a key frame or a delta; nothing if nothing has
+        changed.
         """
         before = self._last
         changes = None
@@ -216,7 +215,9 @@ class Feed:
         return [] if before is None else self.client.history.events.since(before.n_events)
 
     def _broadcast(self, frame: _Frame, first: int) -> None:
-        """To each viewer what it may see. first: the number of the frame's first event."""
+        """Send to each viewer the part that it may see. first: number of the frame's first
+        event.
+        """
         encoded = {EVERYBODY: self._encode(frame, first, EVERYBODY)}
         self._recent.append((self._frame_id(), encoded[EVERYBODY]))
         for viewer in self._viewers:
@@ -245,7 +246,7 @@ class Feed:
         return f"{self.run}:{self._n_frames}"
 
     def _key_frame(self, identity: Identity) -> bytes:
-        """The newest snapshot as a key frame, encoded once for each who may see it otherwise."""
+        """The newest snapshot as a key frame, encoded once per kind of viewer."""
         if identity not in self._key_frames:
             assert self._last is not None
             info = self.client.info
@@ -256,7 +257,7 @@ class Feed:
 
 
 def _is_quiet(changes: Delta) -> bool:
-    """True for a delta that says nothing but the time, and perhaps that no step has ended."""
+    """Whether a delta has no news: only the time, and perhaps an empty step."""
     timing = {"t", "step", "n_events", "last_step_age_s", "metrics"}
     return changes.keys() <= timing and changes.get("metrics", {}) in ({}, {"longest_step_s": None})
 
@@ -277,19 +278,19 @@ class _Sampler:
     def __init__(self, feed: Feed):
         self.feed = feed
         self.client = feed.client
-        #: What the newest hello said that runs.
+        #: The engine that the newest hello event named.
         self._info = feed.client.info
         #: The newest step of the snapshot before.
         self._last_step = feed.client.history.records.last_step
         self._pages: PageCells | None = None
         self._asking: asyncio.Task[None] | None = None
-        #: When the pages were asked for, the percentiles renewed, and a key frame sent.
+        #: Times of the last page request, the last percentiles and the last key frame.
         self._pages_asked_at = self._renewed = self._sent_key_frame = -np.inf
         self._recent = Recent()
         self._histograms: JsonDict | None = None
 
     async def run(self) -> None:
-        """Snapshots until the engine is dead for good."""
+        """Take and send snapshots until the engine is dead for good."""
         due = time.monotonic()
         try:
             while True:
@@ -334,11 +335,11 @@ class _Sampler:
 
     @property
     def _runs(self) -> bool:
-        """There is an engine that serves."""
+        """Whether the engine serves."""
         return self.client.info is not None and self.client.state in ("ready", "draining")
 
     def _greet_again(self) -> None:
-        """If another engine runs than before."""
+        """Send a hello event if another engine runs than before."""
         if self.client.info is not self._info:
             self._info = self.client.info
             self.feed.send_hello()
@@ -346,8 +347,8 @@ class _Sampler:
             self._sent_key_frame = -np.inf
 
     async def _refresh_pages(self) -> None:
-        """Ask for the pages now and then, without waiting for the answer, but for the first one a
-        moment.
+        """Request the page map regularly, in the background; wait briefly only for the first
+        one.
         """
         if not self._runs or time.monotonic() - self._pages_asked_at < _PAGES_S:
             return
@@ -362,5 +363,5 @@ class _Sampler:
         try:
             pages = await self.client.page_map()
         except RequestError:
-            return  # busy, or gone: what was known stays on the page
+            return  # busy, or gone: the page keeps the last map
         self._pages = PageCells.of(pages) if pages.page_states else None

@@ -1,5 +1,5 @@
-"""Several replicas at once: their pulses are taken while there are viewers, and one feed tells all
-viewers what has changed. The fields of its events are explained here, and nowhere else.
+"""The live feed of a fleet: pulses of the replicas are read while there are viewers, and changes
+are sent to all. This module defines the fields of its events.
 
 Events: "hello", "fleet" (`_FleetFrame`), "delta" (`_FleetDelta`) and "bye". Times are seconds since
 1970 by this server's clock.
@@ -35,20 +35,20 @@ from jitney.engine.server import EVERYBODY, Identity
 
 _log = logging.getLogger("jitney.dashboard")
 
-#: Rises with every change that an older page would not understand.
+#: Version of the events: incremented with every incompatible change.
 _FLEET_VERSION = 2
-#: Frames a second, at most, and bytes that a viewer is sent in one, key frames of newcomers aside:
-#: a large frame is followed by a longer pause.
+#: Most frames a second, and most bytes a second for a viewer, first key frames excepted: a large
+#: frame is followed by a longer pause.
 _HZ = 2.0
 _MOST_BYTES_PER_S = 64_000
 #: Seconds without a change after which a frame goes out all the same.
 _HEARTBEAT_S = 1.0
-#: Seconds that replicas are watched for a viewer that had a glance, and that such a one waits for
-#: their first words.
+#: Seconds that replicas are watched after a single request, and that such a request waits for their
+#: first pulses.
 _GLANCE_S, _FIRST_WORD_S = 15.0, 0.5
-#: States of replicas that say nothing.
+#: States of replicas that send no pulses.
 _SILENT = ("gone", "connecting", "starting")
-#: Each letter -> the one of the same state that does not say how far its sequence has come.
+#: Letter of a seat -> letter of the same state without the sequence's progress.
 _WITHOUT_LEVELS = str.maketrans(
     {
         letter: Pulse.seat_code.letters[place - place % Pulse.seat_code.levels]
@@ -60,9 +60,9 @@ _WITHOUT_LEVELS = str.maketrans(
 class Endpoint(NamedTuple):
     """State of an endpoint in front of the replicas."""
 
-    #: Why its /readyz is no 200, in words; empty: it is one.
+    #: Reason why /readyz fails; empty: it succeeds.
     unready: str = ""
-    #: Models of which no engine is ready: their requests are refused.
+    #: Models without a ready engine, whose requests are refused.
     unready_models: tuple[str, ...] = ()
     #: Requests of the last minute that were answered 429 or 5xx, by status; and since its start.
     refused: Mapping[str, int] = MappingProxyType({})
@@ -77,28 +77,28 @@ class _Sums(TypedDict):
     """The whole fleet."""
 
     replicas: int
-    #: Of them, those that take requests.
+    #: Ready replicas among them.
     ready: int
     seats: int
-    #: Of them, those that are taken; and sequences that wait for one.
+    #: Occupied seats, and waiting sequences.
     taken: int
     waiting: int
-    #: The longest wait that a ready replica predicts, and whose it is; null without a ready one.
+    #: The longest predicted wait of the ready replicas, and that replica; null if none is ready.
     predicted_wait_s: float | None
     worst: str
     #: Output and prompt tokens a second.
     output_rate: float
     prompt_rate: float
-    #: Of a million useful tokens of all replicas that answer; null as in `Card`.
+    #: Cost of a million useful tokens over all replicas that answer; null as in `Card`.
     price: float | None
-    #: `Endpoint`, where there is one; without one `refused` is null, and a fleet is unready that
-    #: has no ready replica.
+    #: Fields of `Endpoint`, if there is one. Without one, `refused` is null, and the fleet is
+    #: unready if no replica is ready.
     unready: str
     unready_models: list[str]
     refused: dict[str, int] | None
     refused_ever: int
     choices: dict[str, int]
-    #: Share of prompt tokens that were found in a prefix cache lately; null: none were read.
+    #: Recent share of prompt tokens found in a prefix cache; null: there were no prompts.
     hits: float | None
 
 
@@ -117,7 +117,7 @@ class _Hello(TypedDict):
 
 
 class _FleetFrame(TypedDict):
-    """Everything, in the order of the names."""
+    """All replicas, sorted by name."""
 
     #: Seconds since 1970.
     t: float
@@ -136,7 +136,7 @@ class _FleetDelta(TypedDict, total=False):
 
 
 class FleetView:
-    """The replicas, and the feed of them; lives on one asyncio loop.
+    """The replicas of a fleet and their feed; lives on one asyncio loop.
 
     price_per_hour: of one replica, in any currency. signed_in: visitors have shown a key. find:
     where the replicas are now, by name, if they come and go. endpoint: what the one in front of
@@ -156,9 +156,9 @@ class FleetView:
         self.members: dict[str, Member] = {}
         self.price_per_hour = price_per_hour
         self.signed_in = signed_in
-        #: Arms of models are compared, and the page may ask how they do.
+        #: Whether rollouts exist, which the page can request.
         self.compares = False
-        #: Batches and jobs are kept beside the page.
+        #: Whether the endpoint stores batches and jobs.
         self.keeps_work = False
         self._find = find
         self._endpoint = endpoint
@@ -167,7 +167,7 @@ class FleetView:
         self._viewers: set[Viewer] = set()
         self._following: dict[str, asyncio.Task[None]] = {}
         self._telling: asyncio.Task[None] | None = None
-        #: Ends what a glance has begun.
+        #: Timer that stops watching after `glance`.
         self._leaving: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
         #: What viewers were sent last.
@@ -176,9 +176,7 @@ class FleetView:
         self.set_replicas(replicas)
 
     def set_replicas(self, replicas: Mapping[str, RemoteEngine]) -> None:
-        """Watch these from now on. One whose name is known is the same replica; at another place,
-        it is asked there.
-        """
+        """Set the replicas to watch. A known name is the same replica, perhaps at a new address."""
         before, self.members = self.members, {}
         for name in sorted(replicas, key=_in_order):
             self.members[name] = self._member(before.get(name), name, replicas[name])
@@ -204,7 +202,7 @@ class FleetView:
         closing.add_done_callback(self._closing.discard)
 
     def look_for_replicas(self) -> None:
-        """Where they are now."""
+        """Update the addresses of the replicas."""
         places = dict(self._find()) if self._find is not None else {}
         if places == self._places:
             return
@@ -214,7 +212,7 @@ class FleetView:
         self.set_replicas(engines | {name: RemoteEngine(*place) for name, place in moved})
 
     async def close(self) -> None:
-        """Let all replicas go."""
+        """Stop watching all replicas."""
         if self._leaving is not None:
             self._leaving.cancel()
         self._stop()
@@ -241,9 +239,7 @@ class FleetView:
                 self._stop()
 
     async def glance(self) -> None:
-        """Know how the replicas are, for a viewer that does not stay; waits a moment for those that
-        were not heard of yet.
-        """
+        """Watch the replicas for a single request; waits briefly for those without a pulse yet."""
         self.look_for_replicas()
         self._follow_all()
         loop = asyncio.get_running_loop()
@@ -255,13 +251,13 @@ class FleetView:
             await asyncio.sleep(_FIRST_WORD_S / 10)
 
     def _leave(self) -> None:
-        """The last viewer left a while ago: stop if none has come since."""
+        """Stop watching if no viewer has come since the last one left."""
         self._leaving = None
         if not self._viewers:
             self._stop()
 
     def _follow_all(self) -> None:
-        """A task for each replica, and one that tells of them."""
+        """Start a task for each replica, and one that sends frames."""
         for name, member in self.members.items():
             if name not in self._following:
                 self._following[name] = asyncio.create_task(member.follow())
@@ -293,7 +289,7 @@ class FleetView:
         return sse.encode("hello", data)
 
     def frame(self) -> _FleetFrame:
-        """The fleet as it is known now."""
+        """The current state of the fleet."""
         now = time.monotonic()
         endpoint = self._endpoint() if self._endpoint is not None else None
         for name, member in self.members.items():
@@ -335,7 +331,7 @@ class FleetView:
         return hit_share(cached, sum(member.rates.of("prompt") for member in members))
 
     def _price(self) -> float | None:
-        """Cost of a million useful rows of the replicas that answer; None without prices."""
+        """Cost of a million useful rows over the replicas that answer; None without a price."""
         if self.price_per_hour is None:
             return None
         members = [member for member in self.members.values() if member.answers]
@@ -343,7 +339,7 @@ class FleetView:
         return price_of(self.price_per_hour * len(members), useful)
 
     async def _tell(self) -> None:
-        """Frames until no viewer is left; the pause after each grows with its bytes."""
+        """Send frames until no viewer is left; the pause after each grows with its bytes."""
         try:
             while True:
                 n_bytes = self._tell_once()
@@ -354,7 +350,7 @@ class FleetView:
             viewer.close(sse.bye("the fleet's feed failed; the server's log says why"))
 
     def _tell_once(self) -> int:
-        """Send what has changed; returns how many bytes a viewer got at most."""
+        """Send the changes; returns the most bytes that a viewer got."""
         self.look_for_replicas()
         before, now = self._sent, self.frame()
         changes = None if before is None else _changes(before, now)
@@ -390,7 +386,7 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 
 def _without_levels(seats: str) -> str:
-    """As a user may see them: how far others' answers have come is not theirs to know."""
+    """The seats for users, without the progress of sequences."""
     return seats.translate(_WITHOUT_LEVELS)
 
 
@@ -410,7 +406,7 @@ def _dim(fields: JsonDict) -> JsonDict:
 
 
 def _changes(before: _FleetFrame, now: _FleetFrame) -> _FleetDelta | None:
-    """None if they are not of the same replicas."""
+    """The delta between two frames; None if their replicas differ."""
     if not _same_replicas(before["replicas"], now["replicas"]):
         return None
     changes: _FleetDelta = {"t": now["t"]}

@@ -19,7 +19,7 @@ from jitney.engine.server import Identity
 _ANSWER_S, _MOST_BYTES = 5.0, 8 << 20
 #: Requests of one search that are listed.
 _MOST_REQUESTS = 200
-#: Sums of a tenant's rows, and figures of which the worst replica's is shown.
+#: Columns that are added up over replicas, and columns with the worst replica's value.
 _SUMMED = (
     "requests",
     "seats",
@@ -37,7 +37,7 @@ _WORST = ("wait_s", "ttft_s")
 async def search_requests(members: Iterable[Member], state: str, search: str) -> JsonDict:
     """The newest requests that match at any replica, see `request_detail.listing`: at most
     _MOST_REQUESTS, each with its replica's name and the seconds since its arrival (`age_s`).
-    missing: names of replicas that did not answer.
+    missing: names of replicas without an answer.
     """
     query = urlencode({"state": state, "search": search, "limit": _MOST_REQUESTS})
     answers, missing = await _ask_all(members, "requests", query)
@@ -74,8 +74,8 @@ async def tenants_of_all(members: Iterable[Member], identity: Identity) -> JsonD
 
 
 def _add_row(total: JsonDict, row: Mapping[str, Any]) -> None:
-    """Add a replica's row of a tenant to that of all. Limits are of each replica's own keys, so
-    there is none of all.
+    """Add a replica's row of a tenant to the total. There are no total limits, as each replica has
+    its own.
     """
     total |= {"name": row["name"], "search": row["search"]}
     for name in _SUMMED:
@@ -89,7 +89,7 @@ def _add_row(total: JsonDict, row: Mapping[str, Any]) -> None:
 async def _ask_all(
     members: Iterable[Member], path: str, query: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Answers by the replicas' names, and the names of those without one."""
+    """The answers by replica name, and the names of replicas without an answer."""
     members_asked = list(members)
     replies = await asyncio.gather(*(_ask(member, path, query) for member in members_asked))
     pairs = list(zip([member.name for member in members_asked], replies, strict=True))
@@ -98,7 +98,7 @@ async def _ask_all(
 
 
 async def _ask(member: Member, path: str, query: str) -> Any:
-    """JSON of one replica; None where there is none."""
+    """The JSON answer of one replica; None without an answer."""
     try:
         async with (
             asyncio.timeout(_ANSWER_S),

@@ -1,6 +1,4 @@
-"""One replica of a fleet as it is known here: its newest pulse, its rates, and since when it is
-gone.
-"""
+"""State of one replica of a fleet: its newest pulse, its rates, and when it was lost."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ from jitney.engine.common.requests import JsonDict
 
 _log = logging.getLogger("jitney.dashboard")
 
-#: Seconds without a word after which a replica is gone. Pulses come once a second at least.
+#: Seconds without a pulse after which a replica is gone. Pulses come at least once a second.
 _SILENCE_S = 3.0
-#: Seconds until one that is gone is asked again: at first, and at most.
+#: First and longest pause in seconds between attempts to reach a lost replica.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 5.0
-#: Seconds that rates are taken over.
+#: Window of rates in seconds.
 _RATE_S = 5.0
-#: Seconds of silence of its core after which an engine that serves is called silent.
+#: Seconds of silence of the core after which a serving engine is shown as silent.
 _QUIET_S = 3
 _MILLION = 1e6
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
@@ -38,17 +36,17 @@ _OTHER_VERSION = "{} is of another version than this page"
 
 
 class Card(TypedDict):
-    """The state of one replica on the page; of a replica that is gone the last one."""
+    """The state of one replica on the page; of a lost replica, the last one."""
 
     name: str
     url: str
-    #: "connecting" until it was heard of; "starting" while its process was started and does not
-    #: answer yet; "gone" while it does not answer; "silent" while only its server answers; else as
-    #: `sse.KeyFrame` has it.
+    #: "connecting" before the first pulse; "starting" while its new process does not answer yet;
+    #: "gone" while it does not answer; "silent" while only its server answers; else the state of
+    #: `sse.KeyFrame`.
     state: str
-    #: When it was heard of last; null unless it is gone.
+    #: Time of the last pulse; null unless it is gone.
     since: float | None
-    #: Why it is gone, in words; empty if it is not.
+    #: Reason why it is gone; empty if it is not.
     trouble: str
     model: str
     #: `Pulse.seat_code`, one a seat.
@@ -56,7 +54,7 @@ class Card(TypedDict):
     #: Of them, those that are taken; and sequences that wait for one.
     taken: int
     waiting: int
-    #: What a request that came now should wait; null unless it is ready.
+    #: Predicted wait of a new request; null unless it is ready.
     predicted_wait_s: float | None
     #: KV pages in use, and all.
     pages_used: int
@@ -68,19 +66,19 @@ class Card(TypedDict):
     #: null: none were read.
     boarding_rate: float
     hits: float | None
-    #: Of a million useful tokens; null without a price per hour, or without tokens.
+    #: Cost of a million useful tokens; null without a price per hour, or without tokens.
     price: float | None
-    #: Engines and servers that were started anew.
+    #: Restarts of engines and servers.
     restarts: int
     #: While it loads: stage, done, total.
     progress: JsonDict | None
 
 
 class ReplicaAddress(NamedTuple):
-    """Where a replica is asked."""
+    """The address of a replica."""
 
     url: str
-    #: An API key of it; empty if it needs none.
+    #: Its API key; empty: none needed.
     key: str = ""
 
     @classmethod
@@ -159,29 +157,29 @@ def hit_share(cached: float, computed: float) -> float | None:
 
 
 def rounded(rate: float) -> float:
-    """To whole tokens a second where there are many."""
+    """A rate rounded for display: large ones to whole tokens a second."""
     return round(rate, 1) if rate < 10 else float(round(rate))
 
 
 @dataclass(eq=False)
 class Member:
-    """One replica as it is known here."""
+    """One replica of the fleet."""
 
     name: str
     engine: RemoteEngine
-    #: Its own page's feed, for all who look at that.
+    #: Relay of its own page's feed.
     relay: Relay = field(init=False)
-    #: The newest; None before the first.
+    #: The newest pulse; None before the first.
     pulse: Pulse | None = None
-    #: When it was heard of last, by time.monotonic() and since 1970.
+    #: Time of the last pulse, by time.monotonic() and since 1970.
     heard_at: float = 0.0
     heard: float = 0.0
-    #: It does not answer, and why.
+    #: Whether it does not answer, and the reason.
     gone: bool = False
     trouble: str = ""
-    #: Its process was started, and has not answered yet, as the fleet knows.
+    #: Whether the fleet has started its process, which has not answered yet.
     starting: bool = False
-    #: Restarts of the servers that ran here before, and those servers.
+    #: Restarts counted by earlier servers of this name, and the number of those servers.
     past_restarts: int = 0
     rates: _Rates = field(default_factory=_Rates)
 
@@ -190,7 +188,7 @@ class Member:
 
     @property
     def is_known(self) -> bool:
-        """It was heard of, or is known to be gone."""
+        """Whether its state is known: it sent a pulse, or is gone."""
         return bool(self.heard_at) or self.gone
 
     @property
@@ -204,7 +202,7 @@ class Member:
         self.look_away()
 
     def take(self, pulse: Pulse) -> None:
-        """It has said how it is."""
+        """Take a new pulse."""
         before = self.pulse
         if before is not None and before.run != pulse.run:
             self.past_restarts += before.restarts + 1
@@ -226,7 +224,7 @@ class Member:
         self.heard_at, self.heard = time.monotonic(), time.time()
 
     def lost(self, trouble: str) -> None:
-        """It does not answer."""
+        """Note that it does not answer."""
         self.gone, self.trouble = True, trouble
         if not self.heard:
             self.heard = time.time()
@@ -237,7 +235,7 @@ class Member:
             self.lost(f"{self.engine.url} says nothing any more")
 
     async def follow(self) -> None:
-        """Take its pulses; if it is gone it is asked again and again."""
+        """Read its pulses for ever; reconnect while it is gone."""
         wait = _FIRST_WAIT_S
         while True:
             try:
@@ -254,7 +252,7 @@ class Member:
             wait = min(_LONGEST_WAIT_S, 1.5 * wait)
 
     def _take_event(self, event: bytes) -> None:
-        """Raises Unreachable for what no engine of this version says."""
+        """Handle an event of its feed. Raises Unreachable for one of another version."""
         name, _, rest = event.partition(b"\n")
         if name == b"event: bye":
             self.trouble = str(sse.decode(event)[1]["reason"])[:500]
@@ -268,7 +266,7 @@ class Member:
         self.take(pulse)
 
     def look_away(self) -> None:
-        """Forget the last figures: the page has no viewer, and they are stale when one comes."""
+        """Drop the last figures, which would be stale for the next viewer."""
         self.gone, self.trouble = False, ""
         self.heard_at = self.heard = 0.0
         self.rates.clear()

@@ -15,7 +15,7 @@ from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_answers import search_requests, tenants_of_all
 from jitney.dashboard.fleet_member import Member
-from jitney.dashboard.passing import nothing_here, passed_route
+from jitney.dashboard.proxy import not_found, proxy_route
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.work import WorkList
 from jitney.engine.common.requests import JsonDict
@@ -27,10 +27,10 @@ _REPLICA = "/r/{name}"
 
 
 class _Rollouts(Protocol):
-    """Candidates that run beside their models, and what becomes of them."""
+    """The rollouts: candidates that run beside their models."""
 
     def reports(self) -> list[JsonDict]:
-        """Each with all that the page shows: docs/rollout.md."""
+        """All rollouts with the data of the page: docs/rollout.md."""
         ...
 
     async def decide(self, model: str, action: str) -> None:
@@ -49,8 +49,8 @@ class _Decision(msgspec.Struct, forbid_unknown_fields=True):
 class FleetPage(PageRoutes):
     """The page of all replicas. settings.api_keys: what visitors of this page must know.
 
-    A replica answers to our key, which may be an administrator's; so its own page is for
-    administrators here. The fleet's page asks in no client's name.
+    Replicas are asked with the fleet's key, which may be an administrator's, and not in a client's
+    name. So their own pages are for administrators only.
     """
 
     index = "fleet.html"
@@ -81,7 +81,7 @@ class FleetPage(PageRoutes):
         return [*lines, *self._replica_lines()]
 
     def _rollout_lines(self, rollouts: _Rollouts) -> list[PageLine]:
-        """As the endpoint has it, how arms compare is for administrators, decisions anyway."""
+        """Routes of rollouts, for administrators only, as in the endpoint."""
 
         async def show(request: Request) -> Response:
             return to_json({"rollouts": rollouts.reports()})
@@ -98,8 +98,8 @@ class FleetPage(PageRoutes):
         ]
 
     def _view_lines(self) -> list[PageLine]:
-        """Views over all replicas. Rows of requests do not say whose they are, so they are for
-        administrators.
+        """Routes of views over all replicas. Rows of requests do not name their tenant, so they are
+        for administrators.
         """
         lines = [
             PageLine(Route("/requests", self.requests), Role.ADMIN),
@@ -126,7 +126,7 @@ class FleetPage(PageRoutes):
 
     async def list_work(self, request: Request) -> Response:
         """Batches, jobs and files of the endpoint; to a user its own."""
-        assert self.work is not None  # else there is no such route
+        assert self.work is not None  # the route exists only with it
         listing = await self.work.listing(Identity.of(request.scope))
         return to_json(listing | {"adapters": []})
 
@@ -139,7 +139,7 @@ class FleetPage(PageRoutes):
     def _replica_lines(self) -> list[PageLine]:
         """The page and its files hold no data, as `PageRoutes.page_lines` has it."""
         feed = Route(f"{_REPLICA}/feed", _ReplicaFeed(self.fleet), methods=["GET"])
-        passed = passed_route(
+        passed = proxy_route(
             f"{_REPLICA}/", lambda request: _member(self.fleet, request.scope).engine
         )
         return [
@@ -161,7 +161,7 @@ class FleetPage(PageRoutes):
         return RedirectResponse(f"./{name}/")
 
     async def replica_page(self, request: Request) -> Response:
-        """The page that an engine serves itself; who may not look at one replica is sent to all."""
+        """The page of one replica; users who may not see it are redirected to the fleet's page."""
         _member(self.fleet, request.scope)
         role = self.sessions.of_request(request.scope).role
         if role is Role.USER:
@@ -186,11 +186,11 @@ class FleetPage(PageRoutes):
 
 def _member(fleet: FleetView, scope: Scope) -> Member:
     """The replica of a request's path. Raises HttpError 404."""
-    # This may be the first look at the page.
+    # This may be the first request of the page.
     fleet.look_for_replicas()
     member = fleet.members.get(scope["path_params"]["name"])
     if member is None:
-        raise nothing_here()
+        raise not_found()
     return member
 
 

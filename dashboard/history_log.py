@@ -1,5 +1,5 @@
-"""The history of hours: what an engine did in bins of ten seconds, and the records of requests that
-ended, kept on the disk over restarts. No prompt and no answer is kept.
+"""The history of hours: an engine's figures in bins of ten seconds, and the records of ended
+requests. Stored on disk, over restarts, without prompts and answers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from jitney.engine.common.request_record import RequestRecord, SeatStay
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import Database, EngineClient, Identity, StoreUnavailable, TimeSlices
 
-#: Seconds of a bin, and between a bin's end and the look that writes it: its last step is heard of
-#: a little later.
+#: Length of a bin in seconds, and delay after its end before it is written, since its last step is
+#: reported a little later.
 _BIN_S, _SLACK_S = 10.0, 1.0
-#: Requests that are kept, and that are written at a look: of more, the newest.
+#: Most requests that are stored in all, and per write (the newest).
 _MOST_REQUESTS, _MOST_OF_LOOK = 50_000, 2000
-#: Requests whose seats are told of in one answer.
+#: Most requests in an answer about seats.
 _MOST_SEATED = 5000
-#: Bins that wait for a disk that fails.
+#: Most bins that are held in memory while the disk fails.
 _MOST_UNWRITTEN = 360
-#: Requests that are encoded between two stops.
+#: Requests that are encoded between two pauses.
 _ENCODED = 16
-#: Columns of bins by how several bins become one: added up; the highest (null: nothing is known);
-#: the mean over their steps.
+#: Columns of bins by how bins are merged: summed; maximum (null: unknown); mean over their steps.
 _SUMS = (
     "seconds",
     "steps",
@@ -119,7 +118,7 @@ _SEATED = """
 SELECT number, t, adapter, shift, record FROM requests WHERE t > ? AND began < ?
 ORDER BY t DESC LIMIT ?
 """
-#: From when on all requests are kept.
+#: Time from which on all requests are stored.
 _KEPT_FROM = """
 SELECT CASE WHEN COUNT(*) < ? THEN (SELECT MIN(t) FROM bins) ELSE MIN(t) END FROM requests
 """
@@ -131,7 +130,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _KeptRequest(NamedTuple):
-    """A request that ended, as it was kept."""
+    """The stored record of an ended request."""
 
     #: Larger for those that ended later, also over restarts.
     number: int
@@ -141,23 +140,23 @@ class _KeptRequest(NamedTuple):
     adapter: str
 
     def by_clock(self, offset: float) -> _KeptRequest:
-        """With the times of another clock. offset: of the time since 1970 from it."""
+        """The request with times of another clock. offset: time since 1970 minus that clock."""
         return self._replace(record=_shifted(self.record, -offset))
 
 
 class Search(NamedTuple):
-    """Which kept requests are looked for."""
+    """A search for stored requests."""
 
     #: At most so many, of those with a number below `before` that ended before `until`, seconds
     #: since 1970.
     limit: int
     before: int
     until: float
-    #: Only those that were refused, or that were not; None: all.
+    #: Only refused requests, or only others; None: all.
     refused: bool | None
     #: A part of the request's id, x-request-id, user or error code, lower case.
     words: str
-    #: The person that asks.
+    #: The viewer.
     identity: Identity
 
 
@@ -202,8 +201,8 @@ class HistoryTables(Database):
         return [_stored_request(row) for row in self.db.execute(_FIND, values)]
 
     def seated(self, start: float, end: float) -> tuple[list[_KeptRequest], float]:
-        """Requests that may have been seated between two times, seconds since 1970, the newest
-        `_MOST_SEATED` by their end; and the time from which on all are told of.
+        """Requests that may have been seated between two times, seconds since 1970: the newest
+        `_MOST_SEATED` by their end; and the time from which on the list is complete.
         """
         rows = self.db.execute(_SEATED, (start, end, _MOST_SEATED)).fetchall()
         kept_from = self.value(_KEPT_FROM, _MOST_REQUESTS)
@@ -254,7 +253,7 @@ class _Keeper(LogKeeper[HistoryTables]):
 
 
 class HistoryLog(DiskLog[HistoryTables]):
-    """Keeps the history of hours. hours: how long; 0: none is kept."""
+    """Records the history of hours. hours: its length; 0: nothing is recorded."""
 
     FOLDER = "history"
     PAUSE_S = _BIN_S
@@ -264,10 +263,9 @@ class HistoryLog(DiskLog[HistoryTables]):
         super().__init__(client, data_dir)
         self.hours = hours
         self._slices = TimeSlices()
-        #: To where bins are made, monotonic.
+        #: Monotonic time up to which bins exist.
         self._made_to = time.monotonic()
-        #: What was not written yet; `_ended`, whose rows are to be made, is filled by the engine's
-        #: history.
+        #: Rows not written yet, and `_ended`: records without rows, added by the engine's history.
         self._bins: deque[JsonDict] = deque(maxlen=_MOST_UNWRITTEN)
         self._rows: deque[_Row] = deque(maxlen=_MOST_OF_LOOK)
         self._ended: deque[RequestRecord] = deque(maxlen=_MOST_OF_LOOK)
@@ -283,7 +281,7 @@ class HistoryLog(DiskLog[HistoryTables]):
         self._bins.clear()
         self._rows.clear()
         try:
-            # Written to its end, even if this look is cancelled.
+            # Not cancelled with this call: the write must complete.
             await keeper.do(HistoryTables.put, bins, rows, wall - 3600 * self.hours)
         except StoreUnavailable:
             self._bins.extend(bins)
@@ -291,7 +289,7 @@ class HistoryLog(DiskLog[HistoryTables]):
             raise
 
     def _make_bin(self, offset: float) -> Generator[None, None, None]:
-        """Add what happened since the look before."""
+        """Add a bin of the time since the last one."""
         start, end = self._made_to, time.monotonic() - _SLACK_S
         if end <= start:
             return
@@ -300,7 +298,7 @@ class HistoryLog(DiskLog[HistoryTables]):
         values = {name: column[0] for name, column in columns.items() if isinstance(column, list)}
         values |= {_ROWS + kind: column[0] for kind, column in columns["rows"].items()}
         values |= {"t": window.start + offset, "seconds": columns["width"]}
-        # Only now: a look that is cancelled while it makes the bin leaves it to the next one.
+        # Only now: a call that is cancelled before leaves the bin to the next one.
         self._made_to = end
         self._bins.append(dict.fromkeys(_COLUMNS) | values)
 
@@ -337,7 +335,7 @@ class HistoryLog(DiskLog[HistoryTables]):
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is a history of hours now."""
+        """Whether a history of hours is available now."""
         return bool(self.hours) and self.is_at_work
 
     async def older(

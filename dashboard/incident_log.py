@@ -16,11 +16,11 @@ from jitney.dashboard.notes import Notes
 from jitney.dashboard.sse import Note
 from jitney.engine.server import Database
 
-#: Seconds that incidents are kept; the most of one kind; most letters of a message.
+#: Seconds that incidents are stored; most of one kind; most characters of a message.
 _KEEP_S, _MOST_OF_KIND, _MOST_LETTERS = 86400.0, 400, 1000
 #: Larger than every id.
 _NEWEST = 2**62
-#: Every kind of incident, by the code of its note, and the change that makes it rarer or shorter.
+#: Kind of incident (the code of its note) -> the change that makes it rarer or shorter.
 KINDS = {
     "outage": "If it happens again, look for the cause in the server's log; a killed process often "
     "means too little memory: lower memory_share or max_seats.",
@@ -76,7 +76,7 @@ DELETE FROM incidents WHERE number IN (
 
 
 class KeptIncident(msgspec.Struct):
-    """One incident as the page gets it."""
+    """One incident, in the page's form."""
 
     #: Larger for newer ones, also over restarts of the server.
     id: int
@@ -89,7 +89,7 @@ class KeptIncident(msgspec.Struct):
     hit: dict[str, int]
     #: Seconds in which clients had no token; None: not known, or none.
     silence_s: float | None
-    #: Of its kind, see `KINDS`.
+    #: The advice for its kind, see `KINDS`.
     advice: str
 
 
@@ -132,7 +132,7 @@ class _Keeper(LogKeeper[IncidentTable]):
 
 
 class IncidentLog(DiskLog[IncidentTable]):
-    """Keeps the incidents of a day. notes: of the engine."""
+    """Records the incidents of a day. notes: of the engine."""
 
     FOLDER = "incidents"
     PAUSE_S = 1.0
@@ -142,7 +142,7 @@ class IncidentLog(DiskLog[IncidentTable]):
         super().__init__(notes.client, data_dir)
         self._notes = notes
         self._n_notes = 0
-        #: In the names of this server's incidents.
+        #: Prefix of the names of this server's incidents.
         self._run = uuid.uuid4().hex
         #: Rows that could not be written yet, by name.
         self._unwritten: dict[str, _Row] = {}

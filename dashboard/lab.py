@@ -1,4 +1,4 @@
-"""The policy lab as the page sees it; the lab itself, which simulates, is passed to the page."""
+"""The page's interface of the policy lab, which simulates recorded traffic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jitney.engine.core import POLICIES
 class Experiment(msgspec.Struct, forbid_unknown_fields=True):
     """Recorded traffic to simulate again."""
 
-    #: How far back from now the traffic is taken.
+    #: Minutes of recent traffic to simulate.
     minutes: float = 5.0
     #: Names of the policies; each is simulated with the same traffic.
     policies: list[str] = msgspec.field(default_factory=lambda: list(POLICIES))

@@ -19,10 +19,10 @@ _ITL_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5
 _BOUNDS = {"wait": _LONG_BOUNDS, "ttft": _LONG_BOUNDS, "itl": _ITL_BOUNDS}
 _PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
-#: Parts, and samples of one, that are told of between two stops.
+#: Bins, and samples of one bin, that are computed between two pauses.
 _TOLD = 32
 
-#: When, how many seconds, how often: three arrays of one length, by time.
+#: Samples sorted by time: their times, seconds, and weights (arrays of equal length).
 type _Samples = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -39,7 +39,7 @@ class Latencies:
 
     @classmethod
     def between(cls, history: History, start: float, end: float) -> Latencies:
-        """With the records that the history keeps."""
+        """Latencies of a time span of the history."""
         records, ready = history.records.between(start, end)
         return cls(history, records, ready, start, end)
 
@@ -60,7 +60,7 @@ class Latencies:
         return {name: _percentiles(*column[1:]) for name, column in self.samples().items()}
 
     def histograms(self) -> JsonDict:
-        """Counts per upper bound, and one more for what is longer."""
+        """Counts per upper bound, and one more for longer times."""
         columns = self.samples()
         return {name: _histogram(_BOUNDS[name], column) for name, column in columns.items()}
 

@@ -1,5 +1,5 @@
-"""KV pages by tenant over time, and how deep into prompts the prefix cache was found. What yields
-is work for `TimeSlices`.
+"""KV pages by tenant over time, and hits of the prefix cache by depth in the prompt. Generators are
+work for `TimeSlices`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jitney.engine.common.request_record import RequestRecord, Stay
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import Identity
 
-#: Records that are looked at between two stops.
+#: Records that are processed between two pauses.
 _LOOKS = 32
-#: Moments of an answer, and tenants that have a line of their own.
+#: Points in time of an answer; tenants with a line of their own.
 _MOMENTS, _MOST_TENANTS = 120, 7
 #: Depths in tokens that prompts are cut at.
 _DEPTHS = (0, 64, 256, 1024, 4096, 16384, 65536, 1 << 40)

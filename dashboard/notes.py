@@ -1,4 +1,4 @@
-"""Things that a person should know of, found by looking at an engine now and then."""
+"""Notes about an engine: events and conditions that an operator should know."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jitney.engine.server import EngineClient
 
 #: Preemptions are counted over so many seconds.
 _WINDOW_S = 5.0
-#: Seconds until the same burst is worth another note.
+#: Least seconds between two notes about preemptions.
 _QUIET_S = 30.0
-#: Preemptions within the window that are worth a note, on a few seats.
+#: Least preemptions within the window for a note, on a few seats.
 _FEW_PREEMPTIONS = 4
-#: Notes that are kept for the page, and for those that ask for news.
+#: Most notes stored for the page, and for `since`.
 _KEPT, _NEWS = 20, 400
 _STORM = (
     "sequences lose their seats for lack of KV pages: fewer seats, shorter contexts or more pages "
@@ -45,10 +45,10 @@ _WHY = {
 
 
 class _TroubleText(NamedTuple):
-    """How trouble of one kind (`incidents._Trouble`) is told."""
+    """Level and text of the note about one kind of trouble (`incidents._Trouble`)."""
 
     level: str
-    #: With its count and its cause.
+    #: Text with placeholders for count and cause.
     message: str
     #: What is counted; "": nothing.
     unit: str = ""
@@ -76,8 +76,8 @@ TROUBLES = {
 
 
 class Notes:
-    """Finds notes of one engine for all that show or keep them, each once. `kept`: the newest,
-    oldest first.
+    """Finds notes of one engine, each once, for all that show or store them. `newest`: the newest
+    ones, oldest first.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -86,19 +86,19 @@ class Notes:
         #: Notes found so far, renewed ones included.
         self.n = 0
         self._news: deque[Note] = deque(maxlen=_NEWS)
-        #: The newest step that was looked at.
+        #: The newest step that was processed.
         self._last_step = client.history.records.last_step
-        #: (t, total) of the preemptions at the looks within the window.
+        #: (t, total) of the preemptions at each call of `look` within the window.
         self._preemptions: deque[tuple[float, int]] = deque()
-        #: When the last note of a storm of them was written.
+        #: Time of the last note about preemptions.
         self._storm_at = -np.inf
-        #: When the engine got ready whose proof was told of.
+        #: Start time of the engine whose kernel proof was noted last.
         self._proof_of = -np.inf
-        #: What was told of outages, refusals and trouble, by code and beginning.
+        #: The last notes of outages, refusals and trouble, by code and beginning.
         self._sent: dict[tuple[str, float], Note] = {}
         #: How often each accident has happened.
         self._accidents = dict.fromkeys(_ACCIDENTS, 0)
-        #: When the engine was first seen asleep, monotonic; the drain was noted.
+        #: Monotonic time at which the engine was first seen asleep; whether the drain was noted.
         self._asleep_at: float | None = None
         self._drain_noted = False
 
@@ -108,8 +108,8 @@ class Notes:
         return list(islice(self._news, max(0, number - forgotten), None))
 
     def look(self, now: float) -> None:
-        """Find new notes, and those that are renewed; the first look finds what happened before
-        it. now: time.monotonic().
+        """Find new and renewed notes; the first call also finds earlier events. now:
+        time.monotonic().
         """
         for note in (
             *self._kernels_out(),
@@ -153,7 +153,7 @@ class Notes:
                 yield _make_note(now, "error", code, accident.message.format(more), hit)
 
     def _compiles(self) -> Iterator[Note]:
-        """Programs compiled by steps while serving. All streams of the step waited for it."""
+        """Notes of programs compiled while serving, for which all streams of the step waited."""
         ring = self.client.history.records
         records, ready = ring.steps(self._last_step, ring.last_step)
         self._last_step = ring.last_step
@@ -168,7 +168,7 @@ class Notes:
             yield _make_note(float(ready[place]), "warn", "compile", message, hit, seconds)
 
     def _storms(self, now: float) -> Iterator[Note]:
-        """That many lost their seats within the window, unless a note said so a moment ago."""
+        """A note of many preemptions within the window, unless there was one recently."""
         recent = self._preemptions
         recent.append((now, self.client.counters.preemptions))
         while recent[0][0] < now - _WINDOW_S:
@@ -180,7 +180,7 @@ class Notes:
             yield _make_note(now, "warn", "preemption_storm", _STORM, {"preempted": growth})
 
     def _sleep(self, now: float) -> Iterator[Note]:
-        """The engine fell asleep, or was woken."""
+        """A note that the engine fell asleep, or was woken."""
         asleep, began = self.client.state == "sleeping", self._asleep_at
         if asleep and began is None:
             self._asleep_at = now
@@ -191,7 +191,7 @@ class Notes:
             yield _make_note(began, "info", "sleep", message, silence_s=now - began)
 
     def _drain(self) -> Iterator[Note]:
-        """The server was told to stop."""
+        """A note that the server drains."""
         drain = self.client.history.incidents.drain
         if drain is not None and not self._drain_noted:
             self._drain_noted = True
@@ -201,17 +201,17 @@ class Notes:
 
 
 class _Accident(NamedTuple):
-    """Something that is counted, and should not happen."""
+    """A counted event that should not happen."""
 
     counted: Callable[[EngineClient], int]
-    #: Of the count; "": none.
+    #: Unit of the count; "": none.
     unit: str
-    #: With how many there are more.
+    #: Text with a placeholder for the increase of the count.
     message: str
 
 
 def _is_dead(client: EngineClient) -> bool:
-    """The end of the core is no accident when the server was told to stop."""
+    """Whether the core died while the server was not told to stop."""
     return client.state == "dead" and client.history.incidents.drain is None
 
 
@@ -233,7 +233,7 @@ _ACCIDENTS = {
 
 
 def _outage_note(outage: JsonDict) -> Note:
-    """From the core's end until streams flow again."""
+    """The note of an outage: from the core's end until streams continue."""
     message = (
         f"{outage['cause']}. {_back(outage)} Requests that went on: {outage['n_resumed']}; that "
         f"ended with an error: {outage['n_lost']}"
@@ -244,7 +244,7 @@ def _outage_note(outage: JsonDict) -> Note:
 
 
 def _back(outage: JsonDict) -> str:
-    """How far it is over."""
+    """The part of the text about recovery."""
     restart, ready, flowing = outage["restart"], outage["ready"], outage["flowing"]
     if ready is None:
         return f"Restart {restart} is under way."
@@ -259,7 +259,7 @@ def _back(outage: JsonDict) -> str:
 
 
 def _refusals_note(refusals: JsonDict) -> Note:
-    """How many were turned away since it began, and why."""
+    """The note of a series of refusals: their number and reasons."""
     counts = sorted(refusals["counts"].items(), key=lambda item: -item[1])
     total = sum(count for _, count in counts)
     reasons = "; ".join(f"{count} x {name}{_why(name)}" for name, count in counts)
@@ -273,7 +273,7 @@ def _refusals_note(refusals: JsonDict) -> Note:
 
 
 def _trouble_note(trouble: JsonDict) -> Note:
-    """Trouble since it began."""
+    """The note of trouble since its beginning."""
     text, count = TROUBLES[trouble["code"]], trouble["count"]
     message = text.message.format(count=count, cause=trouble["cause"])
     hit = {text.unit: count} if text.unit else None

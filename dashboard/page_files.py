@@ -1,5 +1,5 @@
-"""The files of a page, in as few answers as a browser can be given: the document has its styles and
-the first figures in it, and its script has all modules that it imports.
+"""The files of a page, in few responses: the document has its styles and first figures embedded,
+and its script is a bundle of all imported modules.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from starlette.types import Scope
 _STATIC = Path(str(files("jitney.dashboard"))) / "static"
 _PLOTLY = "plotly.min.js"
 _PLOTLY_FILE = Path(str(files("plotly"))) / "package_data" / _PLOTLY
-#: Smaller files travel as they are.
+#: Smaller files are sent uncompressed.
 _GZIP_FROM = 1024
 _LEVEL = 5
 #: `zlib` writes gzip's format.
 _GZIP_BITS = 31
-#: The script of a module and of all that it imports has this in the place of ".js".
+#: Suffix of a bundle (a module with all its imports), in place of ".js".
 _BUNDLE = ".bundle.js"
-#: A document's references to its styles and its script, and where its data goes.
+#: A document's references to its styles and its script, and the place for its data.
 _STYLE = re.compile(r'<link rel="stylesheet" href="assets/([^"]+)">\n?')
 _SCRIPT = re.compile(r'<script type="module" src="assets/([^"]+)\.js">')
 _END = "</body>"
 #: Statements of a module. Scripts keep to these forms.
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([^"]+)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:const|class|function\*?) ([\w$]+))", re.MULTILINE)
-#: Makes the JSON that a document has in it.
+#: Makes the JSON that is embedded in a document.
 type FirstData = Callable[[], Awaitable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Compressed:
-    """A file as it is sent."""
+    """A compressed file."""
 
     changed_ns: int
     body: bytes
@@ -53,16 +53,16 @@ class _Compressed:
 
 
 class PageFiles(StaticFiles):
-    """Files by name; compressed at their first use and kept. A browser asks each time whether it
-    has the newest version.
+    """Static files, compressed at their first use and cached. Browsers revalidate them each
+    time.
     """
 
     def __init__(self) -> None:
         super().__init__(directory=_STATIC)
-        #: By path below the assets. They are sent without a thread: beside a hundred streams each
-        #: of the page's files would wait for one 50 ms.
+        #: Files by path. They are sent without a thread: beside a hundred streams, each file would
+        #: wait 50 ms for one.
         self._compressed: dict[str, _Compressed] = {}
-        #: By path of a bundle, the modules in it.
+        #: Path of a bundle -> its modules.
         self._modules: dict[str, list[str]] = {}
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
@@ -115,7 +115,7 @@ class PageFiles(StaticFiles):
         return Response(file.body, 200, file.headers, file.media_type)
 
     def page(self, name: str, scope: Scope, first: FirstData | None = None) -> Response:
-        """A page. first: makes what it shows at first, while the browser asks for the script."""
+        """A page. first: makes its first data, while the browser requests the script."""
         parts = _document(name, first)
         headers = {"cache-control": "no-store", "vary": "accept-encoding"}
         if accepts_gzip(scope):
@@ -124,7 +124,7 @@ class PageFiles(StaticFiles):
         return StreamingResponse(parts, 200, headers, "text/html")
 
     def sign_in_page(self) -> Response:
-        """The form, for whom may not look."""
+        """The sign-in form."""
         return FileResponse(_STATIC / "sign-in.html", 401, {"cache-control": "no-cache"})
 
 
@@ -144,7 +144,7 @@ def _compress(response: FileResponse) -> _Compressed:
 
 
 async def zipped(parts: AsyncGenerator[bytes], level: int = _LEVEL) -> AsyncGenerator[bytes]:
-    """The same in gzip's format, each part so that it can be read at once."""
+    """The parts in gzip's format, each flushed so that it can be decoded at once."""
     compressor = zlib.compressobj(level, wbits=_GZIP_BITS)
     async with aclosing(parts):
         async for part in parts:
@@ -153,7 +153,7 @@ async def zipped(parts: AsyncGenerator[bytes], level: int = _LEVEL) -> AsyncGene
 
 
 async def _document(name: str, first: FirstData | None) -> AsyncGenerator[bytes]:
-    """A page with its styles in it and its script as one file; at its end the first data."""
+    """A page with embedded styles, a bundled script, and its first data at the end."""
 
     def style(match: re.Match[str]) -> str:
         return f"<style>\n{(_STATIC / match[1]).read_text()}</style>\n"
@@ -163,7 +163,7 @@ async def _document(name: str, first: FirstData | None) -> AsyncGenerator[bytes]
     body, end, rest = text.partition(_END)
     yield body.encode()
     if first is not None:
-        # No markup begins within the element.
+        # "<" is escaped, so that no markup begins within the element.
         data = (await first()).replace(b"<", b"\\u003c")
         yield b'<script id="first" type="application/json">' + data + b"</script>\n"
     yield (end + rest).encode()
@@ -175,7 +175,7 @@ def _newest(modules: list[str]) -> int:
 
 
 def _in_order(entry: str) -> list[str]:
-    """A module and all that it imports, each after those that it imports itself."""
+    """A module and all its imports, in order of dependency."""
     ordered: dict[str, None] = {}
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -192,8 +192,8 @@ def _in_order(entry: str) -> list[str]:
 
 
 def _script(modules: list[str]) -> str:
-    """Modules as one: each but the last is a function that is called at once and returns what the
-    module exports.
+    """A bundle of modules: each except the last becomes a function, called at once, that returns
+    the module's exports.
     """
     *libraries, entry = modules
     return "".join([*map(_as_function, libraries), *_statements(entry)])
@@ -206,7 +206,7 @@ def _as_function(name: str) -> str:
 
 
 def _statements(name: str) -> Iterator[str]:
-    """A module's code, with what it imports taken from the variables of modules."""
+    """A module's code, with imports replaced by the variables of modules."""
 
     def take(match: re.Match[str]) -> str:
         return f"const {{{match[1].replace(' as ', ': ')}}} = {_variable(match[2])};"

@@ -1,5 +1,5 @@
-"""The compiled programs of an engine: how often each size ran in the last minutes, what it padded
-and took, and the parts of a step.
+"""The compiled programs of an engine: runs, padding and time of each size in the last minutes, and
+the parts of a step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _compiled_sizes(info: EngineInfo | None) -> dict[Bucket, None]:
 
 
 def _size(bucket: Bucket, steps: np.ndarray, compilation: BucketCompilation | None) -> JsonDict:
-    """The row of a size. late: steps that had to compile it first; they count in no time but
+    """The row of a size. late: steps that had to compile it first; their time counts only in
     late_s. compile_s, from_cache: of its programs before the engine was ready.
     """
     late = steps["compiled"] > 0

@@ -1,5 +1,5 @@
-"""The pulse of one engine: what a page of many engines shows of each, twice a second. Every pulse
-says all of it, so one that is lost is no loss; nothing in it tells whose requests sit there.
+"""The pulse of one engine: the figures for a page of many engines, twice a second. Each pulse is
+complete, so a lost one does no harm. Pulses do not reveal whose requests run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from jitney.engine.server import EVERYBODY, EngineClient, Identity
 
 _log = logging.getLogger("jitney.dashboard")
 
-#: Rises with every change that an older reader would not understand.
+#: Version of pulses: incremented with every incompatible change.
 _PULSE_VERSION = 1
 
 
 class _SeatCode(NamedTuple):
-    """How a seat is written."""
+    """The encoding of seats."""
 
-    #: A seat is one of these: its state's place in SEAT_STATES, times `levels`, plus its level.
+    #: Letters of seats; the index is that of the state in SEAT_STATES times `levels`, plus the
+    #: level.
     letters: str
-    #: Degrees of how far a sequence has come.
+    #: Levels of a sequence's progress.
     levels: int
 
     def letter(self, state: str, level: int = 0) -> str:
@@ -42,9 +43,9 @@ class _SeatCode(NamedTuple):
 
 _SEAT_CODE = _SeatCode("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", 16)
 _LEVELS = _SEAT_CODE.levels
-#: Most seats of an engine that are taken from it.
+#: Most seats of an engine that are accepted.
 _MOST_SEATS = 65_536
-#: Pulses a second, and seconds without a change after which one goes out all the same.
+#: Pulses a second, and most seconds between pulses without a change.
 _HZ = 2.0
 _HEARTBEAT_S = 1.0
 _LETTERS = np.frombuffer(_SEAT_CODE.letters.encode(), np.uint8)
@@ -60,7 +61,7 @@ type _Word = Annotated[str, msgspec.Meta(max_length=500)]
 
 
 class _Loading(msgspec.Struct, frozen=True):
-    """How far an engine that starts has come."""
+    """The progress of an engine's start."""
 
     #: As `messages.Progress` has them.
     stage: _Word
@@ -69,27 +70,27 @@ class _Loading(msgspec.Struct, frozen=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An engine now. Totals are since its server's start."""
+    """The current state of an engine. Totals count from its server's start."""
 
-    #: Most bytes of one.
+    #: Most bytes of a pulse.
     most_bytes: ClassVar[int] = 2 * _MOST_SEATS
-    #: How `seats` are written.
+    #: The encoding of `seats`.
     seat_code: ClassVar[_SeatCode] = _SEAT_CODE
 
-    #: _PULSE_VERSION of who sends it.
+    #: _PULSE_VERSION of the sender.
     version: _Count
-    #: Another server, another run.
+    #: Id of the server's run; changes at its restart.
     run: _Word
     #: Seconds of the engine's time.monotonic().
     t: float
     #: As `sse.KeyFrame` has it.
     state: _Word
     model: _Word = ""
-    #: One of the letters of `seat_code` a seat; empty while no engine serves.
+    #: One letter of `seat_code` per seat; empty while no engine serves.
     seats: Annotated[str, msgspec.Meta(max_length=_MOST_SEATS, pattern="^[A-Za-z0-9+/]*$")] = ""
     #: Seats taken, as of the newest step's plan.
     seats_busy: _Count = 0
-    #: Sequences without a seat, and seconds that a request should wait for one that came now.
+    #: Sequences without a seat, and the predicted wait of a new request in seconds.
     waiting: _Count = 0
     predicted_wait_s: _Seconds = 0.0
     #: KV pages in use, and all.
@@ -105,14 +106,14 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: _Count = 0
     #: Engine processes that were started to replace one that ended.
     restarts: _Count = 0
-    #: Seconds since the core was last heard of, as whole ones.
+    #: Whole seconds since the core's last message.
     silent_s: _Count = 0
     #: None unless it loads.
     progress: _Loading | None = None
 
     @classmethod
     def read(cls, data: bytes) -> Pulse:
-        """From JSON. Raises ValueError for what is no pulse, or one of another version."""
+        """A pulse from JSON. Raises ValueError if it is invalid or of another version."""
         pulse = _decode(data)
         if pulse.version != _PULSE_VERSION:
             raise ValueError(f"version {pulse.version}")
@@ -120,9 +121,7 @@ class Pulse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def taken(self) -> int:
-        """Seats taken. While requests wait, a seat that was left a moment ago is as good as
-        taken.
-        """
+        """Occupied seats. While requests wait, a seat that was just freed counts as occupied."""
         seated = len(self.seats) - self.seats.count(_FREE)
         return max(seated, min(self.seats_busy, len(self.seats))) if self.waiting else seated
 
@@ -131,7 +130,7 @@ _decode = msgspec.json.Decoder(Pulse).decode
 
 
 def _seat_letters(client: EngineClient, *, with_levels: bool) -> str:
-    """All seats, a letter each. with_levels: with how far their sequences have come."""
+    """All seats, a letter each. with_levels: with the progress of their sequences."""
     seats = seat_columns(client.history)
     levels = np.zeros(len(seats.state), np.int64)
     if with_levels:
@@ -140,7 +139,9 @@ def _seat_letters(client: EngineClient, *, with_levels: bool) -> str:
 
 
 def _levels(state: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """int64[S]: 0 to _LEVELS - 1; the last one only for who is done. numbers: by SEAT_NUMBERS."""
+    """int64[S]: 0 to _LEVELS - 1; the last level is for complete sequences. numbers:
+    SEAT_NUMBERS.
+    """
     reads, writes = state == _PREFILL, state == _DECODE
     reached = np.where(reads, numbers[_N_COMPUTED], numbers[_N_OUTPUT])
     end = np.where(reads, numbers[_N_PROMPT], numbers[_MAX_TOKENS])
@@ -154,7 +155,7 @@ def _useful_rows(rows: Mapping[str, int]) -> int:
 
 
 def _pulse_of(client: EngineClient, run: str, now: float, *, with_levels: bool) -> Pulse:
-    """How the engine is; with_levels: see `_seat_letters`."""
+    """The current pulse; with_levels: see `_seat_letters`."""
     counters, info = client.counters, client.info
     model, pages, seats = "", 0, ""
     if info is not None:
@@ -192,7 +193,7 @@ def _loading(client: EngineClient) -> _Loading | None:
 
 
 class Pulses:
-    """The pulses of one engine, for as long as they are read; lives on one asyncio loop."""
+    """Sends the pulses of one engine while there are viewers; lives on one asyncio loop."""
 
     def __init__(self, client: EngineClient, max_viewers: int = Viewer.most):
         self.client = client
@@ -225,7 +226,7 @@ class Pulses:
         return sse.encode("pulse", pulse)
 
     async def _beat(self) -> None:
-        """Until no viewer is left."""
+        """Send pulses until no viewer is left."""
         reason = "the pulse failed; the server's log says why"
         try:
             await self._send_changes()
@@ -246,7 +247,7 @@ class Pulses:
             await asyncio.sleep(1 / _HZ)
 
     def _send(self, whole: bytes, now: float) -> None:
-        """whole: the pulse with all that administrators see."""
+        """Send a pulse to all viewers. whole: the administrators' pulse."""
         others = b""
         for viewer in self._viewers:
             if not viewer.identity.is_admin:

@@ -1,6 +1,4 @@
-"""The feed of an engine elsewhere: one connection to it for all viewers here, while there are
-any.
-"""
+"""Relay of a remote engine's feed: one connection for all viewers, while there are any."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from jitney.engine.server import EVERYBODY, Identity
 _log = logging.getLogger("jitney.dashboard")
 
 _HELLO, _KEY_FRAME, _BYE = b"event: hello", b"event: key_frame", b"event: bye"
-#: Most events kept since the newest key frame; more than come between two of them.
+#: Most events stored since the newest key frame; more than come between two of them.
 _KEPT = 512
 _ENDED = sse.bye("the engine's feed ended")
 
 
 class Relay:
-    """Passes an engine's events on, byte for byte. A new viewer gets what came since the newest
-    key frame.
+    """Forwards an engine's events unchanged. A new viewer gets the events since the newest key
+    frame.
     """
 
     def __init__(self, engine: RemoteEngine, max_viewers: int = Viewer.most):
@@ -34,7 +32,7 @@ class Relay:
         self._source: asyncio.Task[None] | None = None
         #: The engine's newest hello.
         self._hello: bytes = b""
-        #: Its newest key frame and what came after that.
+        #: The newest key frame and the events after it.
         self._since_key_frame: list[bytes] = []
 
     @contextmanager
@@ -67,8 +65,8 @@ class Relay:
         self._since_key_frame = []
 
     async def _pass_on(self) -> None:
-        """Until the engine's feed ends, which ends those of the viewers: they come back, and we try
-        again.
+        """Forward events until the engine's feed ends; then end the viewers' feeds. When they
+        reconnect, the relay tries again.
         """
         last = _ENDED
         try:
@@ -93,7 +91,7 @@ class Relay:
             self._give(viewer, event)
 
     def _give(self, viewer: Viewer, event: bytes) -> None:
-        """Deltas mean nothing to who has lost some, or has just come: such a viewer waits for a key
+        """Send an event to a viewer. One that is new or has lost deltas gets no deltas before a key
         frame.
         """
         if event.startswith(_KEY_FRAME):

@@ -1,6 +1,4 @@
-"""An engine's dashboard elsewhere, asked over HTTP: the feed, the JSON answers, and the sign-in
-they may need.
-"""
+"""HTTP client of a remote engine's dashboard: the feed, JSON answers, and the sign-in."""
 
 from __future__ import annotations
 
@@ -17,17 +15,17 @@ from jitney.engine.common.errors import ConfigError, JitneyError
 
 #: Seconds to connect.
 _CONNECT_S = 5.0
-#: Seconds without a word on a feed, whose frames come once a second at least.
+#: Most seconds without data on a feed, whose frames come at least once a second.
 _SILENCE_S = 10.0
 _PATH = "/dashboard"
-#: What makes an address of text without a scheme: localhost, or a dot or colon in its host.
+#: Matches an address without a scheme: localhost, or a dot or colon in its host.
 _ADDRESS = re.compile(r"^(?:localhost(?=$|[:/])|[^/]*[.:])")
-#: Most bytes of an event of a feed that is read: a key frame of thousands of seats has a tenth.
+#: Most bytes of an event: a key frame of thousands of seats has a tenth of this.
 _MOST_EVENT_BYTES = 8 << 20
 
 
 class Unreachable(JitneyError):
-    """The engine's page does not answer, or will not have us."""
+    """The engine's page does not answer, or refuses access."""
 
 
 def _base_of(url: str) -> str:
@@ -56,8 +54,8 @@ def _parts_of(url: str) -> SplitResult:
 
 
 def _has_address(parts: SplitResult, url: str) -> bool:
-    """Whether it says where to ask. A single word is taken for a mistake, not for a machine's name.
-    Raises ValueError for a port that is no number.
+    """Whether a text has a host. A single word is considered a mistake, not a host name. Raises
+    ValueError for a port that is no number.
     """
     is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable()
     is_word = "://" not in url and not _ADDRESS.search(url)
@@ -65,14 +63,14 @@ def _has_address(parts: SplitResult, url: str) -> bool:
 
 
 class _EventTooLong(JitneyError):
-    """A feed sends something that is no feed of ours."""
+    """A feed sends an event beyond the limit, so it is no feed of an engine."""
 
 
 async def _whole_events(
     parts: AsyncIterator[bytes], most_bytes: int = _MOST_EVENT_BYTES
 ) -> AsyncIterator[bytes]:
-    """The events of a feed whose bytes arrive in any parts. Raises EventTooLong if one has more
-    than most_bytes.
+    """The complete events of a feed, from its chunks. Raises _EventTooLong for more than
+    most_bytes.
     """
     rest = b""
     async for part in parts:
@@ -85,7 +83,7 @@ async def _whole_events(
 
 
 class RemoteEngine:
-    """One engine. key: an API key of it, empty if it needs none; it only ever travels in the body
+    """One engine. key: an API key of it, empty if it needs none; it is only sent in the body
     of a sign-in.
     """
 
@@ -114,7 +112,7 @@ class RemoteEngine:
         query: str = "",
         body: bytes = b"",
     ) -> AsyncIterator[httpx.Response]:
-        """An answer whose body is still to be read; signs in first where that is asked for. Raises
+        """An answer whose body is not read yet; signs in if the engine requires that. Raises
         Unreachable.
         """
         url = f"{self.base}/{path}"
@@ -158,11 +156,11 @@ class RemoteEngine:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """One for all: making it reads every authority's certificate."""
+    """The shared TLS context: making one reads all certificates of authorities."""
     return httpx.create_ssl_context(trust_env=False)
 
 
-#: What a status means to who wanted to look.
+#: Status -> message for the viewer.
 _REFUSALS = {
     401: "an API key is needed: set JITNEY_ENGINE_KEY, or give --key-file",
     404: "there is no page; is this a Jitney engine?",

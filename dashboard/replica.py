@@ -1,5 +1,5 @@
-"""The engine as a viewer of the feed knows it: a key frame, and every change since. The terminal's
-twin of the page; `jitney.dashboard.sse` explains the events.
+"""The engine's state as rebuilt from its feed: a key frame, and all changes since. Used by the
+terminal view; `jitney.dashboard.sse` explains the events.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jitney.dashboard.sse import (
 )
 from jitney.engine.common.requests import JsonDict
 
-#: Newest notes that are kept.
+#: Number of newest notes that are stored.
 _MAX_NOTES = 20
-#: What a delta brings only if it is another.
+#: Fields that a delta has only if they changed.
 _STATE = ("state", "last_step_age_s", "progress")
 
 
@@ -40,7 +40,7 @@ class SeatView:
     max_tokens: int = 0
 
     def advance(self, steps: int) -> None:
-        """Advance a seat that the feed does not mention."""
+        """Advance a seat that deltas do not mention by this many steps."""
         if self.state == "decode":
             self.n_output += steps
             self.n_computed = self.n_prompt + self.n_output - 1
@@ -48,7 +48,7 @@ class SeatView:
 
 @dataclass(slots=True)
 class ReplicaView:
-    """Fed with the feed's events in order; most fields are those of `sse.KeyFrame`."""
+    """The state after the feed's events so far; most fields are those of `sse.KeyFrame`."""
 
     #: None before the first.
     hello: FeedStart | None = None
@@ -59,7 +59,7 @@ class ReplicaView:
     progress: JsonDict | None = None
     #: None without an engine.
     seats: list[SeatView] | None = None
-    #: A cell a byte; None while not known.
+    #: One byte per cell; None while unknown.
     cells: bytearray | None = None
     #: Pages by state.
     counts: dict[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class ReplicaView:
         return self.hello["info"] or {}
 
     def apply(self, name: str, data: Any) -> None:
-        """One event; unknown ones are passed over, as a newer server may send them."""
+        """Apply an event. Unknown events are ignored, as a newer server may send them."""
         match name:
             case "hello":
                 self.hello = data

@@ -1,6 +1,4 @@
-"""The last minutes as one HTML file that needs nothing else: to keep, to send, to put beside a
-ticket.
-"""
+"""Reports: the last minutes of an engine as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ _BINS = 240
 _SLOWEST = 20
 _SLOWEST_NOTE = "End to end, and where the time went."
 _HEIGHT = 300
-#: Columns of `timeline.stay_columns` that make the chart of the seats.
+#: Columns of `timeline.stay_columns` for the chart of the seats.
 _PHASE_COLUMNS = ("seat", "request", "index", "from", "first_token", "to")
 _LATENCIES = {"wait": "wait for a seat", "ttft": "first token", "itl": "between tokens"}
 _REQUEST_HEADS = (
@@ -68,9 +66,9 @@ class ReportData(NamedTuple):
     """The engine's figures at one moment; immutable."""
 
     title: str
-    #: What runs on what, and when.
+    #: Model, device and time.
     summary: list[str]
-    #: Before the charts, and after them.
+    #: Sections before the charts, and after them.
     above: list[PageSection]
     below: list[PageSection]
     #: From `Window.timeline`.
@@ -198,7 +196,7 @@ def _request_row(history: History, request: RequestRecord, now: float) -> tuple[
 
 
 def _why(history: History, request: RequestRecord, now: float) -> str:
-    """Where its time went."""
+    """The largest causes of its duration."""
     why = Steps(history, request, now).causes()[:3]
     return "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why)
 
@@ -217,7 +215,7 @@ def _chart_sections(shown: JsonObject) -> Iterator[PageSection]:
 
 
 class _ChartBins:
-    """The columns of `Window.binned`, as charts show them."""
+    """The columns of `Window.binned`, for charts."""
 
     def __init__(self, shown: JsonObject):
         bins = shown["bins"]
@@ -230,7 +228,7 @@ class _ChartBins:
         return [round(rows / self.width, 3) for rows in self.columns["rows"][kind]]
 
     def ms_a_step(self, name: str) -> list[float | None]:
-        """Means of a sum of seconds; None where no step was."""
+        """Mean milliseconds per step of a column; None for bins without steps."""
         pairs = zip(self.columns[name], self.columns["steps"], strict=True)
         return [_ms(seconds / steps) if steps else None for seconds, steps in pairs]
 
@@ -250,7 +248,7 @@ class _Curve(NamedTuple):
     values: Callable[[_ChartBins], Sequence[float | None]]
     #: Place of its colour in `_HUES`.
     hue: int
-    #: Options of plotly's line beside its colour.
+    #: Further options of plotly's line.
     style: JsonObject = NOTHING
 
 
@@ -295,7 +293,7 @@ _LINE_CHARTS: dict[str, tuple[str, tuple[_Curve, ...], JsonDict]] = {
 
 
 def _charts(bins: _ChartBins) -> dict[str, go.Figure]:
-    """All charts but the seats'."""
+    """All charts except that of the seats."""
     charts = {}
     for name, (unit, curves, layout) in _LINE_CHARTS.items():
         charts[name] = _chart(unit, [_line(curve, bins) for curve in curves], **layout)
@@ -343,12 +341,12 @@ def _seat_chart(shown: JsonObject) -> go.Figure:
 
 
 def _seat_traces(shown: JsonObject) -> list[go.Bar]:
-    """One for each phase and colour; the newest stays."""
+    """The traces of the newest stays, one per phase and colour."""
     from jitney.dashboard.reports.figures import MOST_STAYS, SeatSpan
 
     begin, end = shown["from"], shown["to"]
     columns = [shown["stays"][name][-MOST_STAYS:] for name in _PHASE_COLUMNS]
-    #: Of requests as people see them, in the order of their coming.
+    #: Numbers of requests, in order of arrival.
     numbers: dict[str, int] = {}
     traces: dict[tuple[str, str], list[SeatSpan]] = {}
     for seat, request, index, start, first_token, left in zip(*columns, strict=True):

@@ -1,5 +1,5 @@
-"""Requests as the page lists them, and one request in full: why it took as long as it did. What
-yields is work for `TimeSlices`.
+"""The page's list of requests, and one request in full with the causes of its duration. Generators
+are work for `TimeSlices`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jitney.engine.common.request_record import ComputedChunk, RequestRecord, St
 from jitney.engine.common.requests import JsonDict, account_of
 from jitney.engine.server import EVERYBODY, Identity, status_of
 
-#: Makes JSON, with stops in between.
+#: Makes JSON, with pauses in between.
 type _Work = Generator[None, None, JsonDict]
 
-#: Requests that are looked at between two stops.
+#: Requests that are processed between two pauses.
 _LOOKS = 64
 #: Most output token times in one answer.
 _MAX_TIMES = 4096
-#: What a chunk says of its step.
+#: Fields of a step that a chunk shows.
 _STEP_FIELDS = ("from", "to", "shared_with", "rows", "bucket", "padding", "compiled")
 #: Fields of a step's record that it is made of.
 _STEP_NUMBERS = ("bucket_tokens", "padding", "seats_busy", "compiled")
-#: Sequences that are told of as those that another one waited for.
+#: Most sequences listed as occupants of a seat that another one waited for.
 _MOST_SITTERS = 5
 #: Beyond every step's number.
 _NEVER = 2**62
@@ -109,15 +109,15 @@ def listing(
 
 
 class _Wanted(NamedTuple):
-    """Which sequences a listing shows."""
+    """The filters of a listing."""
 
     #: "all", "open", "refused" or a state of a record.
     state: str
-    #: Those before this number.
+    #: Only sequences before this number.
     cursor: int
     #: Lower case.
     search: str
-    #: The person that asks.
+    #: The viewer.
     identity: Identity
 
     def includes(self, request: RequestRecord) -> bool:
@@ -178,7 +178,7 @@ def detail(
 
 
 def kept_detail(request: RequestRecord, adapter: str) -> JsonDict:
-    """As `detail`, of an ended request whose steps are not kept any more: its causes are its
+    """Like `detail`, for an ended request whose steps are not stored any more: its causes are its
     phases. adapter: its name.
     """
     steps = Steps(History(records=RecordRing(1)), request, request.end)
@@ -196,8 +196,8 @@ def kept_detail(request: RequestRecord, adapter: str) -> JsonDict:
 def _sitters(
     history: History, request: RequestRecord, identity: Identity
 ) -> Generator[None, None, list[JsonDict]]:
-    """The newest sequences that sat, while a sequence waited, in the seat in which it boarded; to:
-    when each left. An empty `request`: of another client.
+    """The newest sequences that occupied, while a sequence waited, the seat in which it boarded.
+    to: the time when each left. An empty `request`: of another client.
     """
     if not request.stays:
         return []
@@ -245,7 +245,7 @@ def _phases(request: RequestRecord, now: float) -> list[JsonDict]:
 
 
 def _lost_its_seat(request: RequestRecord) -> bool:
-    """Its last stay ended with a preemption."""
+    """Whether its last stay ended with a preemption."""
     return bool(request.stays) and request.stays[-1].how == "preempted"
 
 
@@ -262,7 +262,7 @@ def _stay_phases(stay: Stay) -> list[JsonDict]:
 
 
 def _decode_phase(stay: Stay) -> Iterator[JsonDict]:
-    """None of a stay without tokens, or with a single one."""
+    """The decode phase of a stay; None for less than two tokens."""
     is_over = stay.end is not None and stay.last_step <= stay.first_step
     if stay.first_token is not None and not is_over:
         times = stay.first_token, stay.end
@@ -281,7 +281,7 @@ def _phase(
 
 
 class Steps:
-    """The steps that a sequence took part in, by their records, as far back as these are kept."""
+    """The recorded steps that a sequence took part in."""
 
     def __init__(self, history: History, request: RequestRecord, now: float):
         newest = history.records.last_step
@@ -319,19 +319,17 @@ class Steps:
         return within
 
     def with_prompts(self) -> np.ndarray:
-        """bool[steps]: the step read prompts, of whomever."""
+        """bool[steps]: the step had prompt rows, of any sequence."""
         return self.records["prefill"] + self.records["recomputed"] > 0
 
     def chunk(self, chunk: ComputedChunk) -> JsonDict:
-        """A prompt chunk and the step it was part of; null where the step's record is not kept any
-        more.
-        """
+        """A prompt chunk and its step; the step's fields are null if its record was dropped."""
         places = np.flatnonzero(self.number == chunk.step)
         step = self._step(int(places[0])) if len(places) else dict.fromkeys(_STEP_FIELDS)
         return chunk._asdict() | step
 
     def _step(self, place: int) -> JsonDict:
-        """_STEP_FIELDS of a step, for who has a chunk in it."""
+        """_STEP_FIELDS of a step, for a sequence with a chunk in it."""
         numbers = {name: int(self.records[place][name]) for name in _STEP_NUMBERS}
         bucket, padding, seats_busy, compiled = numbers.values()
         times = _t(self.began[place]), _t(self.ready[place])
@@ -339,7 +337,7 @@ class Steps:
         return dict(zip(_STEP_FIELDS, values, strict=True))
 
     def cadence(self) -> JsonDict:
-        """When each output token came (the newest _MAX_TIMES), and the gaps between them."""
+        """Times of the output tokens (the newest _MAX_TIMES), and the gaps between them."""
         places = np.flatnonzero(self.bringing())[: self.request.n_output]
         times = self.ready[places]
         return {
@@ -368,7 +366,7 @@ class Steps:
         return {"step": int(self.number[place]), "cause": self._cause_of_gap(before, place)}
 
     def _cause_of_gap(self, before: int, place: int) -> str:
-        """Why the token of the step at `place` came so long after the one of `before`."""
+        """The cause of the gap between the tokens of the steps at `before` and `place`."""
         record = self.records[place]
         if place - before > 1:
             return "preempted"
@@ -379,7 +377,7 @@ class Steps:
         return "host gap" if record["gap_s"] > record["device_s"] else "long step"
 
     def shared(self) -> JsonDict:
-        """The company: who else had rows in its steps, and how many rows were padding."""
+        """Rows of other sequences in its steps, and padding rows."""
         records = self.records[self.seated()]
         own_rows = sum(chunk.count for chunk in self.request.chunks)
         prompt_rows = int((records["prefill"] + records["recomputed"]).sum())
@@ -409,7 +407,7 @@ class Steps:
 
 
 def _others(counts: np.ndarray) -> JsonDict:
-    """How many others sat there, from their number in each step."""
+    """Numbers of other sequences in its steps, summarised."""
     if not len(counts):
         return {"mean": None, "max": None}
     return {"mean": round(float(counts.mean()), 2), "max": int(counts.max())}
@@ -450,7 +448,7 @@ def _seconds_by_cause(request: RequestRecord, steps: Steps, now: float) -> dict[
 
 
 def _seconds_of_steps(request: RequestRecord, steps: Steps) -> dict[str, float]:
-    """By cause, of the steps in which it sat in a seat."""
+    """Seconds by cause, of the steps in which it had a seat."""
     spans = steps.spans
     kinds = _kinds_of_steps(request, steps)
     alone, mixed = kinds["alone"], kinds["mixed"]
@@ -467,8 +465,8 @@ def _seconds_of_steps(request: RequestRecord, steps: Steps) -> dict[str, float]:
 
 
 def _kinds_of_steps(request: RequestRecord, steps: Steps) -> dict[str, np.ndarray]:
-    """bool[steps] by kind. again: for what had been computed before it was preempted; alone, mixed:
-    it decoded, without and with prompts of others.
+    """bool[steps] by kind. again: repeated work after a preemption; alone, mixed: decode steps
+    without and with prompts of others.
     """
     prompt_end, stay_end = _ends_of_first_stay(request)
     seated, mixed = steps.seated(), steps.with_prompts()
@@ -493,7 +491,7 @@ def _known_step(step: int) -> int:
 
 
 def _waits_after_preemption(request: RequestRecord, end: float) -> float:
-    """Seconds without a seat, after it had one."""
+    """Seconds without a seat after preemptions."""
     ends = [stay.end for stay in request.stays]
     starts = [stay.start for stay in request.stays[1:]]
     if _lost_its_seat(request):

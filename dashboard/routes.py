@@ -46,20 +46,18 @@ async def _failed(request: Request, error: Exception) -> Response:
     return ErrorReply.of(error, context.request_id if context is not None else "none").response()
 
 
-#: Which handler answers which error.
+#: Exception -> its handler.
 _HANDLERS: dict[Any, Any] = {HTTPException: _failed, JitneyError: _failed}
 
 
 class PageRoutes:
-    """A page as an application: handlers of the routes that hold no data, to which each page adds
-    its own.
-    """
+    """Base of all pages as ASGI applications: handlers of the routes without data."""
 
     #: The file at "/".
     index = "index.html"
 
     def __init__(self, settings: ServerSettings, keys: ApiKeys | None = None):
-        """settings: allowed_hosts, cors_origins and keys count here. keys: the accepted ones; None:
+        """settings: allowed_hosts, cors_origins and keys are used. keys: the accepted ones; None:
         those of the settings.
         """
         self.keys = keys or ApiKeys(settings)
@@ -68,7 +66,7 @@ class PageRoutes:
         self.files = PageFiles()
 
     def page_lines(self) -> list[PageLine]:
-        """The page itself turns into the sign-in form, and assets hold no data."""
+        """Routes that need no key: the page, which shows a sign-in form without one, and assets."""
         return [
             PageLine(Route("/", self.page), Role.ANYBODY),
             PageLine(Mount("/assets", self.files), Role.ANYBODY),
@@ -77,11 +75,11 @@ class PageRoutes:
         ]
 
     def lines(self) -> list[PageLine]:
-        """All of the page's table of routes."""
+        """The page's table of routes."""
         return self.page_lines()
 
     async def close(self) -> None:
-        """Let go what the page watches."""
+        """Release the page's resources."""
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
@@ -89,9 +87,9 @@ class PageRoutes:
         yield
 
     def to_mount(self) -> Starlette:
-        """The page for a path of its own. It checks for itself who may look (see `sign_in`), so
-        what is in front must not ask for a bearer key, but check hosts and headers. To close
-        the page is left to who mounts it.
+        """The page, to be mounted at a path. It checks access itself (see `sign_in`), so the outer
+        application must not require a bearer key, but must check hosts and headers. The caller
+        must close the page.
         """
         lines = self.lines()
         app = Starlette(
@@ -104,8 +102,8 @@ class PageRoutes:
         return app
 
     def mounted(self, path: str) -> list[BaseRoute]:
-        """The page at `path`, and a redirect for those who leave out the slash at its end. It is
-        relative, because an absolute one would repeat the client's Host header.
+        """The page at `path`, and a redirect from the path without a slash at its end. The redirect
+        is relative, because an absolute one would repeat the client's Host header.
         """
 
         async def add_slash(request: Request) -> Response:
@@ -114,7 +112,7 @@ class PageRoutes:
         return [Route(path, add_slash), Mount(path, app=self.to_mount())]
 
     def by_itself(self) -> Starlette:
-        """The page with nothing in front of it, which is closed with it."""
+        """The page as an application of its own, which closes the page at its end."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -149,7 +147,7 @@ class PageRoutes:
         }
 
     async def page(self, request: Request) -> Response:
-        """The page, or the sign-in form (401) to whom may not look."""
+        """The page, or the sign-in form (401)."""
         return await self.page_file(request, self.index)
 
     async def page_file(
@@ -179,8 +177,8 @@ class PageRoutes:
 
 
 async def read_body(request: Request) -> bytes:
-    """A JSON body. Another type is refused: pages of other sites may send forms and plain text
-    unasked, not JSON.
+    """A JSON body. Other types are refused, since pages of other sites can send forms and plain
+    text without a CORS preflight.
     """
     if _media_type(request) != "application/json":
         raise HttpError(415, "the Content-Type must be application/json")

@@ -1,5 +1,5 @@
-"""Sessions of browsers when API keys are set: a browser shows a key once, then a random session id
-in a cookie.
+"""Sessions of browsers if API keys are set: a browser sends a key once, and then a random session
+id in a cookie.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jitney.engine.server import EVERYBODY, NOBODY, ApiKeys, Identity, digest_ke
 _COOKIE = "jitney_session"
 #: Seconds until a browser must sign in again.
 _LIFETIME_S = 12 * 3600
-#: Sessions kept in memory; the oldest goes first.
+#: Most sessions in memory; the oldest are dropped.
 _MAX_SESSIONS = 1024
 
 
@@ -35,7 +35,7 @@ class Sessions:
     def __init__(self, keys: ApiKeys, clock: _Clock = time.monotonic):
         self.keys = keys
         self._clock = clock
-        #: By digest of the session id: when it ends, and whose it is; oldest first.
+        #: Digest of the session id -> time of its end, and holder; oldest first.
         self._open: dict[str, tuple[float, Identity]] = {}
 
     @property
@@ -52,12 +52,12 @@ class Sessions:
         return session
 
     def close(self, session: str | None) -> None:
-        """This id is worth nothing from now on."""
+        """End a session."""
         if session:
             self._open.pop(digest_key(session), None)
 
     def identify(self, session: str | None) -> Identity:
-        """The holder of a session id. Looked up by digest: timing tells nothing of the id."""
+        """The holder of a session id, looked up by digest, so that timing reveals nothing."""
         if not self.needed:
             return EVERYBODY
         if not session:
@@ -83,7 +83,7 @@ class Sessions:
 
 
 class _CookieAttributes(TypedDict):
-    """Which requests a browser sends the cookie with."""
+    """Attributes that limit the requests with which a browser sends the cookie."""
 
     path: str
     httponly: bool
@@ -92,7 +92,7 @@ class _CookieAttributes(TypedDict):
 
 
 def _cookie_of(request: Request) -> _CookieAttributes:
-    """Those of this page's own, and over TLS alone if this one came so."""
+    """Requests to this page only, and over TLS only if this request came over TLS."""
     return {
         "path": request.scope.get("root_path") or "/",
         "httponly": True,

@@ -1,4 +1,4 @@
-"""A snapshot of the engine: who sits where, the pages, the totals. One snapshot makes a key frame
+"""A snapshot of the engine: seats, KV pages, totals. One snapshot makes a key frame
 of the feed, and two of them a delta (`jitney.dashboard.sse` explains both).
 """
 
@@ -118,7 +118,7 @@ def _by_state(counts: Iterable[int]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class Recent:
-    """Figures of the last seconds, which are renewed more seldom than snapshots are taken."""
+    """Figures of the last seconds, which are computed less often than snapshots."""
 
     #: See `Latencies.summary`.
     latency: JsonDict = field(default_factory=dict)
@@ -148,8 +148,8 @@ class Snapshot:
 
     @classmethod
     def of(cls, client: EngineClient, records: np.ndarray, recent: Recent, now: float) -> Snapshot:
-        """The engine now, but for seats, pages and histograms. records: the steps since the
-        snapshot before; now: time.monotonic().
+        """The engine's current state without seats, pages and histograms. records: the steps since
+        the snapshot before; now: time.monotonic().
         """
         history = client.history
         snapshot = cls(
@@ -166,9 +166,7 @@ class Snapshot:
         return snapshot
 
     def key_frame(self, page_size: int, view: View | None = None) -> KeyFrame:
-        """All of it that a viewer may see. page_size: tokens of a KV page; view: None for
-        everything.
-        """
+        """The key frame for a view. page_size: tokens of a KV page; view: None for everything."""
         seats = self.seats
         pages = self.pages
         return {
@@ -187,7 +185,7 @@ class Snapshot:
         }
 
     def follows(self, before: Snapshot | None) -> bool:
-        """True if it can be sent as a delta: it has the same seats and the same cells."""
+        """Whether it can be sent as a delta: with the same seats and cells."""
         if before is None or self.step < before.step:
             return False
         return _sizes(before) == _sizes(self)
@@ -356,7 +354,7 @@ def _sizes(snapshot: Snapshot) -> tuple[int, int]:
 
 
 def _add_state(changes: Delta, before: Snapshot, now: Snapshot) -> None:
-    """Parts that are sent whole when they change."""
+    """Add the fields that are sent completely when they change."""
     if before.state != now.state:
         changes["state"] = now.state
     if before.last_step_age_s != now.last_step_age_s:

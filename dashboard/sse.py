@@ -1,5 +1,5 @@
-"""The live feed's format: server-sent events whose data is JSON. Every field of every event is
-explained here, and nowhere else.
+"""The live feed's format: server-sent events with JSON data. This module defines the fields of all
+events.
 
 Times are seconds of the server's time.monotonic(): the page shows differences of them, or adds
 `unix_time - t` of "hello". Arrays of many small numbers are base64 of uint8.
@@ -21,7 +21,7 @@ from jitney.engine.common.messages import SequenceEvent
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE, RowKind
 
-#: Rises with every change that an older page would not understand.
+#: Version of the events: incremented with every incompatible change.
 _FEED_VERSION = 4
 #: A seat's or a page's state is its place in these.
 SEAT_STATES = ("free", "prefill", "decode", "held")
@@ -42,22 +42,22 @@ _EVENT_COLUMNS = (
     "n_output",
     "reason",
 )
-#: Milliseconds after which a page whose feed has ended asks again.
+#: Milliseconds after which a page reconnects.
 _RETRY_MS = 1000
 
 
 class FeedStart(TypedDict):
-    """The first event of a feed, and again whenever what runs has changed."""
+    """The first event of a feed; sent again when another engine runs."""
 
     version: int  # _FEED_VERSION
-    run: str  # another server, another run
+    run: str  # id of the server's run
     t: float
     unix_time: float  # seconds since 1970 at t
     hz: float  # frames a second, at most
     key_frame_s: float  # seconds from one key frame to the next
     needs_key: bool  # requests need an API key
     shows_text: bool  # prompts and answers are shown
-    role: str  # "admin", or "user": of others' requests only that they sit somewhere is shown
+    role: str  # "admin" or "user", who sees of others' requests only occupied seats
     history_h: float  # hours that /history goes back; 0: there is none
     seat_states: tuple[str, ...]  # SEAT_STATES
     page_states: tuple[str, ...]  # PAGE_STATES
@@ -99,18 +99,18 @@ class PageChanges(TypedDict):
 
 class _CanaryCounts(TypedDict):
     checked: int  # sequences computed again with the reference kernels
-    mismatched: int  # of them, those that came out otherwise
+    mismatched: int  # of them, those with other results
 
 
 class Metrics(TypedDict):
-    """Gauges, and totals since the server's start: who shows totals takes differences, so a lost
+    """Gauges, and totals since the server's start. Viewers use differences of totals, so a lost
     frame loses nothing.
     """
 
     seats_busy: int  # gauge, as of the newest step's plan
     waiting: int  # gauge: sequences without a seat
     waiting_tokens: int  # gauge: their prompt tokens
-    predicted_wait_s: float  # gauge: of a request that came now
+    predicted_wait_s: float  # gauge: of a new request
     pages_used: int  # gauge
     steps: dict[str, int]  # decode and mixed
     rows: dict[str, int]  # by `ROW_KINDS`
@@ -124,19 +124,19 @@ class Metrics(TypedDict):
     finished: dict[str, int]  # sequences by why they ended
     rejected: dict[str, int]  # refused sequences by error code
     step_s: float  # seconds of all steps, gaps included
-    gap_s: float  # of them, those in which the device had nothing to do
+    gap_s: float  # of them, idle time of the device
     longest_step_s: float | None  # of the steps since the frame before; null for none
     latency: JsonDict  # wait, ttft, itl -> {p50, p95, p99} of the last seconds, or null
     device: JsonDict  # `engine.server.device_use.DeviceUse`; empty before it was looked at
 
 
 class KeyFrame(TypedDict):
-    """Everything the page shows; a page that missed frames needs none of them."""
+    """The complete state of the page, which makes earlier frames unnecessary."""
 
     t: float
     step: int  # the newest step that is done
     state: str  # "loading", "ready", "sleeping", "restarting", "draining" or "dead"
-    last_step_age_s: float  # seconds since the core was last heard of
+    last_step_age_s: float  # seconds since the core's last message
     progress: JsonDict | None  # while it loads: stage, done, total
     seats: SeatLists | None  # null: there is no engine
     pages: PageMap | None  # null: not known
@@ -148,8 +148,8 @@ class KeyFrame(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """Changes since the key frame or delta before. Seats that are not named have gone on:
-    each that decodes has a token more per step.
+    """Changes since the key frame or delta before. Seats that are not listed have advanced: each
+    decoding one has one more token per step.
     """
 
     t: Required[float]
@@ -172,20 +172,20 @@ class _Events(TypedDict):
 
 
 class Note(TypedDict):
-    """Something that a person should know of. One of the same code and time as one before takes its
-    place: what it tells of goes on.
+    """A message about the engine. A note with the code and time of an earlier one replaces it: the
+    condition goes on.
     """
 
     level: str  # "info", "warn" or "error"
     code: str  # a key of `incident_log.KINDS`
     message: str
     t: float  # when it began
-    hit: dict[str, int]  # how many of what it concerned
+    hit: dict[str, int]  # unit -> number of affected ones
     silence_s: float | None  # seconds in which clients had no token; null: not known, or none
 
 
 def with_note(notes: Sequence[Note], note: Note, most: int) -> list[Note]:
-    """The notes and this one, in the place of the one that it renews; the newest `most` of them."""
+    """The notes with this one added or replaced; the newest `most` of them."""
     what = note["code"], note["t"]
     if what in [(one["code"], one["t"]) for one in notes]:
         return [note if (one["code"], one["t"]) == what else one for one in notes]
@@ -196,7 +196,7 @@ class _Bye(TypedDict):
     """The last event of a feed that ends on purpose."""
 
     reason: str
-    retry_ms: int  # milliseconds after which it makes sense to come back
+    retry_ms: int  # milliseconds after which to reconnect
 
 
 def encode(name: str, data: object, id: str = "") -> bytes:
@@ -254,7 +254,7 @@ def bye(reason: str) -> bytes:
 
 
 def events(happened: list[SequenceEvent], first: int) -> bytes:
-    """first: the number of the first of them."""
+    """The event with these sequence events. first: the number of the first one."""
     data: _Events = {"first": first, "events": [_event_row(event) for event in happened]}
     return encode("events", data)
 

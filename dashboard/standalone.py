@@ -1,4 +1,4 @@
-"""A dashboard of one engine elsewhere: the page is served here, what it shows is asked of it."""
+"""A dashboard of one remote engine: serves the page, and proxies the data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jitney.dashboard.auth import FeedEndpoint, PageLine
-from jitney.dashboard.passing import passed_route
+from jitney.dashboard.proxy import proxy_route
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import PageRoutes, to_json
@@ -19,7 +19,7 @@ from jitney.engine.server import ServerSettings
 
 #: The engine's own path here.
 _BASE = "engines/0/"
-#: Seconds that the engine has to say how it is.
+#: Seconds to wait for the engine's state.
 _STATE_S = 2.0
 
 
@@ -36,7 +36,7 @@ class Standalone(PageRoutes):
         routes = [
             Route("/engines", self.list_engines),
             Route(f"/{_BASE}feed", FeedEndpoint(self.relay), methods=["GET"]),
-            passed_route(f"/{_BASE}", lambda request: self.engine),
+            proxy_route(f"/{_BASE}", lambda request: self.engine),
         ]
         return [*self.page_lines(), *(PageLine(route) for route in routes)]
 
@@ -58,5 +58,5 @@ async def _ask(engine: RemoteEngine) -> JsonDict:
     except (Unreachable, TimeoutError):
         state = "unreachable"
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
-        pass  # something else answers there
+        pass  # another kind of server answers there
     return {"name": name, "url": engine.url, "state": state, "base": _BASE}

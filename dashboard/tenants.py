@@ -1,5 +1,5 @@
 """Tenants of an engine: their seats, tokens, waits, refusals and share of the batch in the last
-minutes. A user sees its own row alone. What yields is work for `TimeSlices`.
+minutes. A user sees only its own row. Generators are work for `TimeSlices`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import Identity, Quotas
 
-#: Records that are looked at between two stops.
+#: Records that are processed between two pauses.
 _LOOKS = 64
 #: Hexadecimal digits of a key's digest that are shown.
 _SHOWN_DIGITS = 8

@@ -1,4 +1,4 @@
-"""A terminal's screen and keys, for pictures that change in place."""
+"""A terminal's screen and keys, for output that is updated in place."""
 
 from __future__ import annotations
 

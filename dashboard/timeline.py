@@ -1,5 +1,5 @@
-"""The recent past: step records as columns or in bins, the seats' stays, and both as a Chrome
-trace. With ten minutes to tell of each takes up to seconds: what yields is work for `TimeSlices`.
+"""The recent past: step records as columns or in bins, stays in seats, and both as a Chrome trace.
+Each may take seconds for ten minutes of history, so generators are work for `TimeSlices`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAX_RECORDS = 4096
 _NEWEST = 2**62
 #: Most steps in one trace.
 _MAX_TRACED = 50_000
-#: Records of steps that are copied, and requests, stays, bins and steps that are told of, between
-#: two stops.
+#: Records that are copied, and requests, stays, bins and steps that are processed, between two
+#: pauses.
 _COPIED, _TOLD = 8192, 32
 #: Fields of a step record that a bin adds up.
 _SUMMED = ("boarded", "finished", "preempted", "compiled", "cached_tokens")
@@ -45,17 +45,17 @@ _STAY_COLUMNS = (
     "n_output",
     "accepted",
 )
-#: Makes JSON, with stops in between.
+#: Makes JSON, with pauses in between.
 type Work = Generator[None, None, JsonDict]
 
-#: Fields that a trace tells of a step.
+#: Fields of a step in a trace.
 _TRACED = ("step", "bucket_tokens", *ROW_KINDS, "seats_busy", "waiting")
 
 
 def record_columns(history: History, after: int, until: int, now: float) -> Work:
     """The newest _MAX_RECORDS of the steps after < step <= until: one list per field of STEP_DTYPE,
-    seconds to the microsecond, and `ready`, when each step was done. left_out: how many older ones
-    were asked for and are not here.
+    seconds to the microsecond, and `ready`, when each step was done. left_out: number of
+    older requested steps that are missing.
     """
     copies = yield from _copied(history, after, until)
     records, ready = copies
@@ -130,7 +130,7 @@ class _OwnRows:
 def _copied(
     history: History, after: int, until: int
 ) -> Generator[None, None, tuple[np.ndarray, np.ndarray]]:
-    """`RecordRing.steps`, bit by bit: all records are 22 MB."""
+    """`RecordRing.steps` in pieces, as all records are 22 MB."""
     until = min(until, history.records.last_step)
     parts = [history.records.steps(after, after)]
     for start in range(max(after, history.records.first_step - 1), until, _COPIED):
@@ -153,7 +153,7 @@ class Window:
     history: History
     start: float
     end: float
-    #: Says what steps cost and what the device can do; None: bins do not tell the device's share.
+    #: Facts about step costs and the device; None: bins have no share of the device's limit.
     info: EngineInfo | None = None
 
     @classmethod
@@ -165,7 +165,7 @@ class Window:
         now: float,
         info: EngineInfo | None = None,
     ) -> Window:
-        """The part of the wanted time that can be shown: within `History.keep_s`, at least a
+        """The part of the requested time that can be shown: within `History.keep_s`, at least a
         millisecond long.
         """
         end = min(end, now)
@@ -319,7 +319,7 @@ def _step_columns(parts: _Bins, records: np.ndarray) -> JsonDict:
 
 
 class _Bins:
-    """Which bin each step is in. Bins are open to the left, as the whole window is."""
+    """Assignment of steps to bins. Bins are open to the left, like the whole window."""
 
     def __init__(self, ready: np.ndarray, start: float, width: float, bins: int):
         places = np.ceil((ready - start) / width).astype(np.int64) - 1
@@ -353,7 +353,7 @@ class _Bins:
 
 
 def _quietly[T](work: Generator[None, None, T]) -> Generator[bytes, None, T]:
-    """The same work within one whose stops are pieces of a text."""
+    """The same work, as a part of work whose pauses yield pieces of a text."""
     while True:
         try:
             next(work)

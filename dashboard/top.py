@@ -1,4 +1,4 @@
-"""`jitney top`: the page's twin in a terminal, over the same feed."""
+"""`jitney top`: the live view of an engine in a terminal, over the page's feed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DRAW_S = 0.25
 _RETRY_S = 2.0
 #: Seconds that --once waits until rates are known.
 _RATES_S = 1.2
-#: Seconds between two questions for a listing.
+#: Seconds between two requests of a listing.
 _ASK_S = 2.0
 #: Seconds that rates look back, and that hits of the prefix cache and refusals are counted.
 _WINDOW_S, _MINUTE_S = 3.0, 60.0
@@ -49,7 +49,7 @@ _STATES = {
     "dead": "bold red",
 }
 _DIM = "bright_black"
-#: What stands for a figure that is not known.
+#: Placeholder of an unknown figure.
 _UNKNOWN = "–"
 #: Characters of the ledger's bar.
 _BAR = 60
@@ -93,8 +93,8 @@ async def _until_known(watched: _Watched) -> None:
 
 
 async def _watch(url: str, key: str) -> None:
-    """Pictures until "q" is pressed; an engine that goes away is waited for. Raises Unreachable if
-    it was never there.
+    """Show the engine until "q" is pressed; wait for an engine that is lost. Raises Unreachable if
+    it never answered.
     """
     from jitney.dashboard.terminal_screen import Screen, reading_keys
 
@@ -109,7 +109,7 @@ async def _watch(url: str, key: str) -> None:
 
 
 class _Viewer:
-    """The views of an engine on a terminal, and the keys that go to them."""
+    """The terminal views of an engine, and their keys."""
 
     def __init__(self, watched: _Watched, screen: Screen):
         self._watched = watched
@@ -122,7 +122,7 @@ class _Viewer:
         self._left = asyncio.Event()
 
     def press(self, keys: str) -> None:
-        """Take in pressed keys."""
+        """Handle pressed keys."""
         for key in keys.lower():
             if key == "q":
                 self._left.set()
@@ -132,7 +132,7 @@ class _Viewer:
                 self._draw()
 
     async def run(self) -> None:
-        """Until "q" is pressed. Raises Unreachable if there was never an engine."""
+        """Run until "q" is pressed. Raises Unreachable if the engine never answered."""
         works = self._follow(), self._ask(), self._left.wait()
         tasks = [asyncio.ensure_future(work) for work in works]
         try:
@@ -145,7 +145,7 @@ class _Viewer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self) -> None:
-        """Take in the feed for ever. Raises Unreachable if it never began."""
+        """Read the feed for ever. Raises Unreachable if the first connection fails."""
         from jitney.dashboard.remote import Unreachable
 
         while True:
@@ -167,7 +167,7 @@ class _Viewer:
                 self._draw()
 
     async def _ask(self) -> None:
-        """Renew the listing of the view now and then, for ever."""
+        """Refresh the listing of the view regularly, for ever."""
         while True:
             view = self._view
             if view.path:
@@ -312,7 +312,7 @@ def _listed(view: _View, listing: JsonDict | None, trouble: str) -> Group:
 
 
 class _Watched:
-    """An engine, and what its feed has said so far."""
+    """An engine and its state by the feed."""
 
     def __init__(self, url: str, key: str):
         from jitney.dashboard.remote import RemoteEngine
@@ -362,7 +362,7 @@ class _Rates:
         self._frames: deque[tuple[float, JsonDict]] = deque()
 
     def add(self, replica: ReplicaView) -> None:
-        """A new frame; times that go back mean another server."""
+        """Add a frame; a time before the last one means another server."""
         frames = self._frames
         if frames and replica.t < frames[-1][0]:
             frames.clear()
@@ -476,7 +476,7 @@ def _title(replica: ReplicaView, url: str) -> Text:
 
 
 def _configuration(info: JsonDict) -> str:
-    """The beginning of its digest; empty for an engine that tells none."""
+    """The beginning of the configuration's digest; empty if the engine reports none."""
     digest = short(info.get("config_digest", ""))
     return f", config {digest}" if digest else ""
 
@@ -569,7 +569,7 @@ def _legend() -> Text:
 
 
 def _ledger(rows: dict[str, int]) -> Text:
-    """Where the rows of the last seconds went: a bar, and the shares in words."""
+    """Shares of the kinds of rows in the last seconds: a bar, and in words."""
     total = sum(rows.values())
     if not total:
         return Text("no rows computed in the last seconds", _DIM)

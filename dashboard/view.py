@@ -1,4 +1,4 @@
-"""The view of one person: of other people's requests only that a seat is taken."""
+"""The view of one client: of other clients' requests it shows only occupied seats."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NO_NUMBERS = (0,) * len(SEAT_NUMBERS)
 
 
 class View:
-    """The history as one person may see it."""
+    """The part of the history that one client may see."""
 
     def __init__(self, history: History, identity: Identity):
         self.history = history
         self.identity = identity
 
     def shows(self, request_id: str | None, index: int) -> bool:
-        """Whether they may know of this sequence; one that is forgotten may be of any client."""
+        """Whether a sequence is visible; forgotten ones are not, as they may be of any client."""
         if self.identity.is_admin:
             return True
         record = self.history.find(request_id, index) if request_id is not None else None
@@ -47,7 +47,7 @@ class View:
         return {**changes, "seats": [self.seat_row(row) for row in changes["seats"]]}
 
     def events(self, events: list[SequenceEvent]) -> list[SequenceEvent]:
-        """As many as there are, because they are numbered; of others' only when they sat where."""
+        """All events, because they are numbered; those of other clients with time and seat only."""
         if self.identity.is_admin:
             return events
         return [self._event(event) for event in events]

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 from jitney.engine.server import EVERYBODY, Identity
 
-#: Events that wait for a slow viewer: a few seconds of them.
+#: Most queued events of a viewer: those of a few seconds.
 _QUEUE = 64
 
 _HELLO = b"event: hello"
 
 
 class TooManyViewers(Exception):
-    """All places are taken; says how many there are."""
+    """The feed has its maximum number of viewers, which the message names."""
 
     def __init__(self, places: int):
         super().__init__(f"all {places} viewers' places are taken")
@@ -25,15 +25,15 @@ class TooManyViewers(Exception):
 class Viewer:
     """One page that watches."""
 
-    #: Of one feed, at most, unless it is made for others.
+    #: Default of the most viewers of a feed.
     most: ClassVar[int] = 32
 
     def __init__(
         self, first: Iterable[bytes], *, lost: bool = False, identity: Identity = EVERYBODY
     ):
-        #: Who looks, which decides what is shown; all administrators see the same.
+        #: The client, which decides what is shown; all administrators see the same.
         self.identity = identity
-        #: Events that it was too slow for.
+        #: Number of events dropped because it was too slow.
         self.dropped = 0
         #: It needs a key frame before anything else.
         self.lost = lost
@@ -43,8 +43,8 @@ class Viewer:
         self._closed = False
 
     def put(self, event: bytes) -> None:
-        """Queue an event. Over QUEUE all that waits goes, but for what says what runs ("hello"):
-        deltas build on each other, so a new key frame is worth more than the rest of them."""
+        """Queue an event. Beyond QUEUE events, all are dropped except the newest hello: deltas
+        build on each other, so a new key frame replaces them."""
         if self._closed:
             return
         self._events.append(event)
@@ -60,13 +60,13 @@ class Viewer:
         self.lost = True
 
     def take_queued(self) -> bytes:
-        """Remove all queued events; they can be sent in one write."""
+        """Remove and return all queued events, for one write."""
         queued = b"".join(self._events)
         self._events.clear()
         return queued
 
     def close(self, last: bytes) -> None:
-        """End the feed once `last` and what waits before it are taken."""
+        """End the feed after the queued events and `last`."""
         self.put(last)
         self._closed = True
 

@@ -1,5 +1,5 @@
-"""Batches, jobs, files and adapters as the page lists them: to an administrator those of all keys,
-to a key its own.
+"""The page's list of batches, jobs, files and adapters: of all keys for administrators, of its own
+for a user.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _MOST = 100
 
 
 class WorkList:
-    """The work that a server keeps. tasks: its batches, jobs and files; None: the page has no
-    server around it, or that is not made yet.
+    """Stored work of a server. tasks: its batches, jobs and files; None: the page has no server, or
+    it does not exist yet.
     """
 
     def __init__(self, tasks: Callable[[], InternalRequests | None]):

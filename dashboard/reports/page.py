@@ -1,5 +1,5 @@
 """Tables for the terminal and for pages, and one HTML file with everything in it: plotly.js, the
-charts and the tables. It asks the network for nothing.
+charts and the tables. It needs no network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from rich.table import Table as RichTable
 
-#: Columns of text where no terminal says how many it has.
+#: Width in characters if there is no terminal.
 _PIPED_WIDTH = 120
 
 
@@ -30,7 +30,7 @@ class Table:
     heads: Sequence[str]
     #: Cells of each row; the first one is the row's name.
     rows: Sequence[Sequence[str]]
-    #: True where cells are words rather than numbers: they begin at the left.
+    #: Whether each column has words, which are left-aligned.
     words: bool = False
 
     def print(self, title: str = "") -> None:
@@ -108,7 +108,7 @@ class Page:
             title=self.title,
             summary=self.summary,
             sections=self.sections,
-            # It writes <, > and / as \u003c and so on: nothing in it can end the script element.
+            # Plotly escapes <, > and / as \u003c etc., so that no text can end the script element.
             figures=to_json_plotly(charts),
             plotly=_plotly_js(),
         )
@@ -123,13 +123,13 @@ class Page:
                 table.print("" if number else section.title)
 
     def write(self, path: str | Path) -> None:
-        """Write it to a file. ConfigError if that cannot be."""
+        """Write it to a file. Raises ConfigError if that fails."""
         write_text("--html", path, self.html())
 
 
 @cache
 def _plotly_js() -> str:
-    """plotly.js [4.5 MB] as it can stand in a page."""
+    """The source of plotly.js (4.5 MB), escaped for a script element."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs().replace("</script", "<\\/script")

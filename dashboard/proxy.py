@@ -1,4 +1,4 @@
-"""Proxies answers of remote engines to the page, after a check of what they are."""
+"""Proxies answers of remote engines to the page, after checking their types."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import read_body
 from jitney.engine.server import HttpError
 
-#: What may be asked of an engine, and how.
+#: Paths that are proxied, and their methods.
 _METHODS = ["GET", "POST", "DELETE"]
-#: Methods of what is asked of an engine, by the first part of the path.
+#: First part of a proxied path -> its methods.
 _PASSED: dict[str, set[str]] = {}
 for _route in ENGINE_ROUTES:
     _PASSED.setdefault(_route.path.split("/")[1], set()).update(_route.methods)
-#: Parts of a path that would lead elsewhere.
+#: Parts of a path that would lead to another one.
 _NOT_PARTS = {"", ".", ".."}
-#: What an engine answers with: data, but for these, which are files to keep, by the first part of
-#: the path. Nothing else of an engine is shown under this page's own origin, where it could act for
-#: whoever looks.
+#: First part of a path -> media type and name of a file; all other answers are JSON. Nothing else
+#: of an engine is served under this page's origin, where it could act for the viewer.
 _DATA = "application/json"
 _FILES = {
     "trace": (_DATA, "jitney-trace.json"),
@@ -34,31 +33,31 @@ _FILES = {
 }
 
 
-def passed_route(path: str, engine_of: Callable[[Request], RemoteEngine]) -> Route:
-    """The route below `path` whose answers are an engine's own; HttpError 404 for what no engine
-    answers, 502 without an answer. engine_of: which one a request is for; may raise HttpError.
+def proxy_route(path: str, engine_of: Callable[[Request], RemoteEngine]) -> Route:
+    """The route below `path` that proxies an engine. HttpError 404 for paths that are not proxied,
+    502 without an answer. engine_of: the engine of a request; may raise HttpError.
     """
 
     async def answer(request: Request) -> Response:
         engine, passed = engine_of(request), request.path_params["path"]
         parts = passed.split("/")
         if request.method not in _PASSED.get(parts[0], ()) or _NOT_PARTS & set(parts):
-            raise nothing_here()
+            raise not_found()
         body = await read_body(request) if request.method == "POST" else b""
         return await _relayed(engine, request.method, quote(passed), request.url.query, body)
 
     return Route(f"{path}{{path:path}}", answer, methods=_METHODS)
 
 
-def nothing_here() -> HttpError:
-    """For a path that leads nowhere."""
+def not_found() -> HttpError:
+    """The error for an unknown path."""
     return HttpError(404, "there is nothing here", code="not_found")
 
 
 async def _relayed(
     engine: RemoteEngine, method: str, path: str, query: str, body: bytes
 ) -> StreamingResponse:
-    """The answer of an engine, passed on as it comes. Raises HttpError 502 when there is none."""
+    """Stream the answer of an engine. Raises HttpError 502 if there is none."""
     stack = AsyncExitStack()
     sent = {"content-type": _DATA} if body else None
     context = engine.answer(method, path, headers=sent, query=query, body=body)
@@ -92,8 +91,8 @@ async def _relayed(
 
 
 def _own_headers(path: str, answer: httpx.Response) -> dict[str, str]:
-    """The headers that we give to an engine's answer: ours, after a look at its own. Raises
-    ValueError for an answer that is not what was asked for.
+    """The headers of a proxied answer. Raises ValueError if the engine's answer has an unexpected
+    type or status.
     """
     is_error = answer.status_code >= 400
     expected, name = (_DATA, "") if is_error else _FILES.get(path, (_DATA, ""))
