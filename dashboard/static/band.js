@@ -13,9 +13,9 @@ const EVERY_MS = 1000;
 const MINUTE_S = 60;
 const STORE = "jitney-price";
 
-const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
-const whole = (value) => (known(value) ? count(value) : "–");
-const share = (value) => (known(value) ? percent(value, 1) : "–");
+const isNumber = (value) => value !== null && value !== undefined && Number.isFinite(value);
+const whole = (value) => (isNumber(value) ? count(value) : "–");
+const share = (value) => (isNumber(value) ? percent(value, 1) : "–");
 
 /** The three percentiles of a latency as curves. */
 const points = (name) => [
@@ -59,7 +59,7 @@ const FIGURES = [
     curves: [[(bin) => bin.pages, "decode"]],
     pool: largest,
     words: ({pages, allPages, hits}) => [
-      known(pages) && allPages ? percent(pages, allPages) : "–",
+      isNumber(pages) && allPages ? percent(pages, allPages) : "–",
       `prefix hits ${share(hits)}`,
     ],
   },
@@ -80,7 +80,7 @@ const FIGURES = [
     curves: [[(bin) => useful(bin), "faint"]],
     pool: mean,
     words: ({price}) =>
-      known(price) ? [price.toPrecision(3), "a million useful tokens"] : ["–", "set one in Settings"],
+      isNumber(price) ? [price.toPrecision(3), "a million useful tokens"] : ["–", "set one in Settings"],
   },
 ];
 
@@ -92,10 +92,10 @@ let price = storedPrice();
 export const pricePerHour = () => price;
 
 /** Keep a price, in this browser if it keeps anything. */
-export function setPricePerHour(given) {
-  price = Number(given) || null;
+export function setPricePerHour(text) {
+  price = Number(text) || null;
   try {
-    localStorage.setItem(STORE, given);
+    localStorage.setItem(STORE, text);
   } catch {
     // it is kept as long as the page is open
   }
@@ -167,7 +167,7 @@ export class Band {
 
   draw({figure, canvas, width}, bins, t) {
     const lines = figure.curves.map(([value]) => pooled(bins, value, figure.pool, width >> 1));
-    const most = Math.max(1e-9, ...lines.flat().filter(known));
+    const most = Math.max(1e-9, ...lines.flat().filter(isNumber));
     resize(canvas, width, HIGH);
     const context = pen(canvas);
     context.clearRect(0, 0, width, HIGH);
@@ -188,8 +188,8 @@ function pooled(bins, value, pool, most) {
   const line = [];
   for (let i = 0; i < bins.length; i += each) {
     const values = bins.slice(i, i + each).map((bin) => (bin ? value(bin) : null));
-    const kept = values.filter(known);
-    line.push(kept.length ? pool(kept) : null);
+    const numbers = values.filter(isNumber);
+    line.push(numbers.length ? pool(numbers) : null);
   }
   return line;
 }

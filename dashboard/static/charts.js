@@ -167,10 +167,10 @@ function prepared(moment) {
   return {...moment, x: seconds.map(([ago]) => ago), series};
 }
 
-/** known(bin): false where the value would mean nothing. */
-function lines({x, series}, table, known = () => true) {
+/** hasValue(bin): false where the value would mean nothing. */
+function lines({x, series}, table, hasValue = () => true) {
   return table.map(([name, value, ink, dash]) => {
-    const y = series((bin) => (known(bin) ? value(bin) : null));
+    const y = series((bin) => (hasValue(bin) ? value(bin) : null));
     return line(x, y, name, ink, dash);
   });
 }
@@ -215,8 +215,8 @@ function area({x, series}, kind) {
 
 /** The pages held of the layers with a window, which the page knows since it was opened. */
 function windowLine(window, i) {
-  const held = ({windows}) => (windows?.[window] ? windows[window].held + windows[window].shared : null);
-  return [`held, window ${window}`, held, `hue-${(i + 1) % 8}`, "dash"];
+  const heldPages = ({windows}) => (windows?.[window] ? windows[window].held + windows[window].shared : null);
+  return [`held, window ${window}`, heldPages, `hue-${(i + 1) % 8}`, "dash"];
 }
 
 /** Pages of each tenant, stacked. memory: of dashboard/memory.py; null: not known yet. */
@@ -251,8 +251,8 @@ function depthBars(memory) {
 
 /** Counts by bucket; bounds are upper ends in seconds. */
 function distribution(histograms, kinds) {
-  const known = kinds.filter(([kind]) => histograms?.[kind]);
-  const traces = known.map(([kind, name, ink]) => {
+  const present = kinds.filter(([kind]) => histograms?.[kind]);
+  const traces = present.map(([kind, name, ink]) => {
     const {bounds, counts} = histograms[kind];
     const x = bounds.map((bound) => `≤ ${short(bound)}`);
     x.push(`> ${short(bounds.at(-1))}`);

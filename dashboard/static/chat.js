@@ -214,11 +214,11 @@ export class Chat {
 
 /** Where a request is before its first token. waiting: see queue.js; predicted: of a newcomer, seconds. */
 export function placeInWords(waiting, id, now, predicted) {
-  const found = waiting.find(id);
-  if (!found) {
+  const position = waiting.find(id);
+  if (!position) {
     return "on board, reading the prompt";
   }
-  const expected = waiting.expected(found.place, predicted);
-  const about = expected ? `, about ${seconds(Math.max(0, expected - (now - found.since)))}` : "";
+  const expected = waiting.expected(position.place, predicted);
+  const about = expected ? `, about ${seconds(Math.max(0, expected - (now - position.since)))}` : "";
   return `place ${found.place} in the queue${about}`;
 }

@@ -151,11 +151,11 @@ export function pen(canvas) {
 
 /** Calls `then(width, height)` when the element gets another size: layout is read there, never while drawing. */
 export function onSize(element, then) {
-  let known = "";
+  let last = "";
   new ResizeObserver(([{contentRect}]) => {
     const [width, height] = [Math.floor(contentRect.width), Math.floor(contentRect.height)];
-    if (width && known !== `${width} ${height}`) {
-      known = `${width} ${height}`;
+    if (width && last !== `${width} ${height}`) {
+      last = `${width} ${height}`;
       then(width, height);
     }
   }).observe(element);
@@ -163,10 +163,10 @@ export function onSize(element, then) {
 
 /** As onSize, for another width alone. */
 export function onWidth(element, then) {
-  let known = 0;
+  let last = 0;
   onSize(element, (width) => {
-    if (width !== known) {
-      then((known = width));
+    if (width !== last) {
+      then((last = width));
     }
   });
 }

@@ -164,15 +164,15 @@ function facts(detail) {
 }
 
 /** Who sat where it boarded, while it waited. */
-function sitters({sitters: found, arrival}) {
+function sitters({sitters: occupants, arrival}) {
   const words = ({request, to}) => `${request ? short(request, 14) : "another user's"} until ${seconds(to - arrival)}`;
-  return found?.map(words).join(", ");
+  return occupants?.map(words).join(", ");
 }
 
 function causes(detail) {
   const all = total(detail);
-  const known = detail.causes.filter((cause) => cause.seconds > 0);
-  return make("ul", {class: "causes"}, ...known.map((cause) => causeLine(cause, all)));
+  const spent = detail.causes.filter((cause) => cause.seconds > 0);
+  return make("ul", {class: "causes"}, ...spent.map((cause) => causeLine(cause, all)));
 }
 
 /** all: seconds of all causes. */
@@ -195,8 +195,8 @@ function waterfall(detail) {
   const phases = detail.phases.map((phase) => {
     return {...phase, name: PHASE[phase.kind], text: phaseText(phase)};
   });
-  const known = detail.chunks.filter((chunk) => chunk.from !== null);
-  const chunks = known.map((chunk) => {
+  const recorded = detail.chunks.filter((chunk) => chunk.from !== null);
+  const chunks = recorded.map((chunk) => {
     return {...chunk, kind: "chunk", name: `chunk of ${chunk.count}`, text: chunkText(chunk)};
   });
   const lines = [...phases, ...chunks];

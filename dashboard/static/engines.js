@@ -5,10 +5,10 @@ import {ask} from "./feed.js";
 
 const EVERY_MS = 5000;
 
-/** Watch this page's engine and offer the others. start(base, standalone). told: the list, if it is known. */
-export async function setUpEngines(select, start, told) {
+/** Watch this page's engine and offer the others. start(base, standalone). listed: the list, if it is known. */
+export async function setUpEngines(select, start, listed) {
   const alone = {standalone: false, engines: [{name: "", base: "", state: "unknown"}]};
-  const listing = told ?? (await ask("engines").catch(() => alone));
+  const listing = listed ?? (await ask("engines").catch(() => alone));
   const {standalone, signed_in: signedIn, engines, fleet} = listing;
   document.getElementById("sign-out").hidden = !signedIn;
   const here = fleet ? "" : engines[0].base;

@@ -180,9 +180,9 @@ const CHOICES = {
 };
 
 function showRouting(choices) {
-  const told = Object.entries(choices).map(([name, n]) => `${count(n)} ${CHOICES[name] ?? name}`);
-  $("routing").hidden = !told.length;
-  say($("routing"), `Routing since the start: ${told.join("; ")}.`);
+  const shares = Object.entries(choices).map(([name, n]) => `${count(n)} ${CHOICES[name] ?? name}`);
+  $("routing").hidden = !shares.length;
+  say($("routing"), `Routing since the start: ${shares.join("; ")}.`);
 }
 
 let tiles = null;
@@ -195,11 +195,11 @@ function showTiles(values) {
 
 function makeTile(name, metered) {
   const value = make("span");
-  const told = make("dd", {}, value);
-  const tile = make("div", {class: "figure"}, make("dt", {}, name), told);
+  const text = make("dd", {}, value);
+  const tile = make("div", {class: "figure"}, make("dt", {}, name), text);
   const meter = metered ? make("meter", {value: 0, "aria-label": name}) : null;
   if (meter) {
-    told.append(meter);
+    text.append(meter);
   }
   $("figures").append(tile);
   return {tile, value, meter};

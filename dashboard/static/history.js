@@ -192,11 +192,11 @@ export class History {
    *  it is done: where none was, the next one tells what went on; of what is not known, neither. */
   waits(second) {
     const bin = this.bins.get(second);
-    const told = bin?.steps ? bin : this.bins.get(second + 1);
-    if (!bin?.waiting || !told?.steps) {
+    const steps = bin?.steps ? bin : this.bins.get(second + 1);
+    if (!bin?.waiting || !steps?.steps) {
       return {waited: false, read: false};
     }
-    return {waited: true, read: told.rows.prefill + told.rows.recomputed > 0};
+    return {waited: true, read: steps.rows.prefill + steps.rows.recomputed > 0};
   }
 
   /** The whole seconds of the `span` before t, oldest first: [seconds before t, bin or undefined]. */

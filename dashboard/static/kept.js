@@ -23,12 +23,12 @@ export class KeptIncidents {
     this.base = base;
     this.element = $("kept");
     this.older = $("older");
-    this.older.addEventListener("click", () => this.refresh(Math.min(...this.known.keys())));
+    this.older.addEventListener("click", () => this.refresh(Math.min(...this.incidents.keys())));
     this.reset("");
   }
 
   reset(base) {
-    Object.assign(this, {shownBase: base, known: new Map(), key: "", dueAt: 0, asking: false});
+    Object.assign(this, {shownBase: base, incidents: new Map(), key: "", dueAt: 0, asking: false});
     this.element.replaceChildren();
     this.element.hidden = this.older.hidden = true;
     $("notes").hidden = false;
@@ -36,7 +36,7 @@ export class KeptIncidents {
 
   /** All that are known, at the times of a clock to which `origin` is added to give seconds since 1970. */
   notesAt(origin) {
-    return [...this.known.values()].map((one) => ({...one, t: one.t - origin}));
+    return [...this.incidents.values()].map((one) => ({...one, t: one.t - origin}));
   }
 
   /** isShown: they are on the screen; notes: of the feed, whose changes say that there is news. */
@@ -67,8 +67,8 @@ export class KeptIncidents {
     if (answer === null || base !== this.base()) {
       return;
     }
-    const isFirst = !this.known.size;
-    answer.incidents.forEach((incident) => this.known.set(incident.id, incident));
+    const isFirst = !this.incidents.size;
+    answer.incidents.forEach((incident) => this.incidents.set(incident.id, incident));
     if (isFirst || before !== null) {
       this.older.hidden = !answer.more;
     }
@@ -76,7 +76,7 @@ export class KeptIncidents {
   }
 
   show() {
-    const newest = [...this.known.values()].toSorted((a, b) => b.id - a.id);
+    const newest = [...this.incidents.values()].toSorted((a, b) => b.id - a.id);
     const lines = newest.map(incidentLine);
     const none = make("li", {class: "faint"}, "Nothing unusual has happened in the last 24 hours.");
     this.element.replaceChildren(...(lines.length ? lines : [none]));

@@ -17,7 +17,7 @@ export class Lab {
     });
     $("lab-stop").addEventListener("click", () => this.stop());
     const seen = ([entry]) => {
-      if (entry.isIntersecting && !this.known) {
+      if (entry.isIntersecting && !this.status) {
         this.refresh();
       }
     };
@@ -27,7 +27,7 @@ export class Lab {
   /** Another engine is being watched. */
   reset() {
     clearTimeout(this.timer);
-    this.known = null; // the newest status
+    this.status = null; // the newest status
     this.shown = null; // id of the experiment whose result is on the page
     this.timelines = [];
     $("lab-result").replaceChildren();
@@ -35,7 +35,7 @@ export class Lab {
   }
 
   frame() {
-    if (this.known?.state === "running" && !this.timer) {
+    if (this.status?.state === "running" && !this.timer) {
       this.later();
     }
   }
@@ -91,7 +91,7 @@ export class Lab {
       if (base !== this.base()) {
         return;
       }
-      this.known = status;
+      this.status = status;
       this.show(status);
     } catch (error) {
       say($("lab-note"), error.message);

@@ -45,8 +45,8 @@ export function showFigures(element, result, names) {
 
 /** values: what was predicted, of which the best stands out; seen: what was measured. */
 function figureRow([name, , text, more], values, seen) {
-  const known = values.filter(isKnown);
-  const best = text(more ? Math.max(...known) : Math.min(...known));
+  const numbers = values.filter(isKnown);
+  const best = text(more ? Math.max(...numbers) : Math.min(...numbers));
   const differ = new Set(values.map(text)).size > 1; // what looks the same is the same
   const cells = values.map((value) => {
     const mark = differ && text(value) === best ? {class: "best"} : {};

@@ -103,13 +103,13 @@ function grid(lines, i) {
 
 /** Text and elements of one paragraph. */
 function inline(text) {
-  const found = INLINE.exec(text);
-  if (!found) {
+  const match = INLINE.exec(text);
+  if (!match) {
     return text ? [text] : [];
   }
-  const [all, , codeText, bold, alsoBold, italic, linkText, link] = found;
-  const before = text.slice(0, found.index);
-  const after = text.slice(found.index + all.length);
+  const [all, , codeText, bold, alsoBold, italic, linkText, link] = match;
+  const before = text.slice(0, match.index);
+  const after = text.slice(match.index + all.length);
   return [...(before ? [before] : []), element({codeText, bold: bold ?? alsoBold, italic, linkText, link}), ...inline(after)];
 }
 

@@ -51,15 +51,15 @@ export class Incidents {
       (note) => !ELSEWHERE.includes(note.code) && !this.seen.includes(name(note)),
     );
     const shown = new Map(open.slice(-MOST).map((note) => [name(note), note]));
-    for (const [known, {line}] of this.lines) {
-      if (!shown.has(known)) {
+    for (const [id, {line}] of this.lines) {
+      if (!shown.has(id)) {
         line.remove();
-        this.lines.delete(known);
+        this.lines.delete(id);
       }
     }
     for (const [one, note] of shown) {
-      const known = this.lines.get(one) ?? this.newLine(one, note);
-      say(known.text, `${SIGN[note.level] ?? "·"} ${clock(note.t)}: ${note.message}.`);
+      const entry = this.lines.get(one) ?? this.newLine(one, note);
+      say(entry.text, `${SIGN[note.level] ?? "·"} ${clock(note.t)}: ${note.message}.`);
     }
     this.element.hidden = !shown.size;
   }
@@ -84,8 +84,8 @@ export class Incidents {
 /** Browsers may refuse to keep anything: then it is for as long as the page is open. */
 function remembered() {
   try {
-    const kept = JSON.parse(localStorage.getItem(STORE));
-    return Array.isArray(kept) ? kept : [];
+    const seen = JSON.parse(localStorage.getItem(STORE));
+    return Array.isArray(seen) ? seen : [];
   } catch {
     return [];
   }

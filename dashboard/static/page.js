@@ -72,7 +72,7 @@ const grid = new SeatGrid($("seats"), $("seat-read"), pick);
 const pages = new PageMap($("pages"), $("page-read"));
 const charts = new Charts();
 const incidents = new Incidents();
-const kept = new KeptIncidents(() => watcher.base);
+const pastIncidents = new KeptIncidents(() => watcher.base);
 const requests = new Requests($("requests"), () => watcher.base, pick, {
   clock: (t) => view.clock(t),
   place: ({state, request, index}) => (state === "waiting" ? watcher.waiting.placeInWords(request, index) : ""),
@@ -274,8 +274,8 @@ function showBand() {
   const {engine, history} = watcher;
   const {t, metrics} = engine.frame;
   const then = pointed ?? (past() ? view.t : null);
-  const known = {history, allPages: engine.info?.pages};
-  const figures = then === null ? figuresNow({...known, metrics, t}) : figuresThen({...known, t: then});
+  const shown = {history, allPages: engine.info?.pages};
+  const figures = then === null ? figuresNow({...shown, metrics, t}) : figuresThen({...shown, t: then});
   watcher.loadHours(view.reach);
   band.show(figures, history, {t: then ?? t, newest: t, reach: view.reach});
 }
@@ -361,7 +361,7 @@ function show() {
   timeline.origin = view.origin;
   timeline.idleKind = idleKind;
   timeline.outages = engine.outages;
-  timeline.incidents = view.isOld ? kept.notesAt(view.origin) : engine.notes;
+  timeline.incidents = view.isOld ? pastIncidents.notesAt(view.origin) : engine.notes;
   timeline.moment = moment;
   timeline.draw(engine.seatCount, engine.frame.t);
   if (timeline.moving) {
@@ -370,7 +370,7 @@ function show() {
   showBar(view);
   showPages();
   showNotes($("notes"), engine.notes, engine.frame.t);
-  kept.frame(views.shown === "incidents" || view.isOld, engine.notes);
+  pastIncidents.frame(views.shown === "incidents" || view.isOld, engine.notes);
   showCanary(engine.info, metrics.canary);
   showDevice($("device"), metrics.device);
   requests.frame(past(), engine.serving);

@@ -74,11 +74,11 @@ export class Raster {
 
   /** All columns from `start` on. left, edge: column numbers of both ends since time 0. */
   paintColumns(stays, start, {left, edge, scale, row, seats, now, idleKind}) {
-    const known = Math.floor(stays.knownFrom * scale) - left;
+    const firstColumn = Math.floor(stays.knownFrom * scale) - left;
     const kinds = Uint8Array.from({length: this.width}, (_, x) =>
       x >= start && idleKind ? idleKind(Math.floor((left + x) / scale)) : IDLE,
     );
-    this.paintIdle(start, Math.max(start, Math.min(this.width, known)), {left, row, seats, kinds});
+    this.paintIdle(start, Math.max(start, Math.min(this.width, firstColumn)), {left, row, seats, kinds});
     const column = (t) => Math.floor(t * scale) - left;
     stays.each((left + start - 1) / scale, (edge + 1) / scale, (i) => {
       if (stays.seat[i] >= seats) {
@@ -94,21 +94,21 @@ export class Raster {
     });
   }
 
-  /** Idle seats from `known` on; before it nothing was recorded, which is not the same. kinds: by column. */
-  paintIdle(start, known, {left, row, seats, kinds}) {
+  /** Idle seats from `firstColumn` on; before it nothing was recorded, which is not the same. kinds: by column. */
+  paintIdle(start, firstColumn, {left, row, seats, kinds}) {
     for (let y = 0; y < this.height; y++) {
       const line = y * this.width;
       const seat = Math.floor(y / row);
       const lowest = row > 5 && y % row === row - 1;
-      for (let x = known; x < this.width; x++) {
+      for (let x = firstColumn; x < this.width; x++) {
         const kind = kinds[x];
         const hatched = kind === WASTE && (x + left + y) % 8 === 0;
         this.pixels[line + x] = hatched ? this.hatch : (this.idle[kind] ?? this.unknownAt(x + left + y));
       }
-      if (known < this.width && seat < seats && lowest) {
-        this.pixels.fill(this.grid, line + known, line + this.width);
+      if (firstColumn < this.width && seat < seats && lowest) {
+        this.pixels.fill(this.grid, line + firstColumn, line + this.width);
       }
-      for (let x = start; x < known; x++) {
+      for (let x = start; x < firstColumn; x++) {
         this.pixels[line + x] = this.unknownAt(x + left + y);
       }
     }

@@ -128,7 +128,6 @@ export class Replicas {
     Object.assign(this, {list, found});
     this.cards = new Map(); // by name, in the list's order
     this.width = 0; // of a card's inside
-    this.wanted = "";
     onWidth(list, () => this.measure());
     list.addEventListener("keydown", (event) => this.key(event));
   }

@@ -71,7 +71,7 @@ export class Requests {
       rows: null, // not asked yet
       sort: null,
       falling: false,
-      asked: false,
+      isAsking: false,
     });
     this.visible = watchVisible([element.parentElement]);
     const headings = COLUMNS.map(([name], i) => this.heading(name, i));
@@ -114,7 +114,7 @@ export class Requests {
   frame(still, live) {
     const now = performance.now();
     const seen = this.visible(this.element.parentElement);
-    const due = !this.asked && now - this.askedAt >= EVERY_MS;
+    const due = !this.isAsking && now - this.askedAt >= EVERY_MS;
     if (still || !live || !seen || !due) {
       return;
     }
@@ -143,7 +143,7 @@ export class Requests {
 
   async refresh() {
     const base = this.base();
-    this.asked = true;
+    this.isAsking = true;
     try {
       const listing = await ask(`${base}requests?${this.query}`);
       if (base === this.base()) {
@@ -153,7 +153,7 @@ export class Requests {
     } catch (error) {
       this.trouble = error.message;
     }
-    this.asked = false;
+    this.isAsking = false;
     this.show();
   }
 

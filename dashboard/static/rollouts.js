@@ -188,7 +188,7 @@ export class Rollouts {
   /** section: of the page; dialog: that asks again; onArms(names by arm): which replicas are candidates'. */
   constructor(section, list, dialog, onArms) {
     Object.assign(this, {section, list, dialog, onArms});
-    this.known = new Map(); // by model
+    this.rollouts = new Map(); // by model
     this.asking = null;
     this.note = dialog.querySelector(".question");
     this.trouble = section.querySelector(".trouble");
@@ -224,13 +224,13 @@ export class Rollouts {
     const names = JSON.stringify(reports.map((one) => [one.model, one.candidate]));
     if (names !== this.names) {
       this.names = names;
-      this.known = new Map(
+      this.rollouts = new Map(
         reports.map((one) => [one.model, new Comparison(one, (...what) => this.askAgain(...what))]),
       );
-      this.list.replaceChildren(...[...this.known.values()].map((one) => one.element));
+      this.list.replaceChildren(...[...this.rollouts.values()].map((one) => one.element));
     }
     for (const report of reports) {
-      this.known.get(report.model).show(report);
+      this.rollouts.get(report.model).show(report);
     }
     this.onArms(reports.flatMap((one) => one.arms.candidate.replicas));
   }

@@ -210,7 +210,7 @@ export function showFacts(info) {
   const narrow = [
     ["weights", info.weights],
     ["KV", info.kv_dtype],
-  ].filter(([, kept]) => kept && kept !== info.dtype);
+  ].filter(([, dtype]) => dtype && dtype !== info.dtype);
   const facts = [
     ["model", info.model],
     ["device", info.device],

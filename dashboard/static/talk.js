@@ -85,7 +85,7 @@ export class Talk {
   async answer() {
     const {body} = this;
     const id = `chat-${crypto.randomUUID().slice(0, 13)}`;
-    const turn = {role: "assistant", content: "", id, calls: [], tokens: [], asked: performance.now()};
+    const turn = {role: "assistant", content: "", id, calls: [], tokens: [], sentAt: performance.now()};
     const running = new AbortController();
     this.running = running;
     this.turns.push(turn);
@@ -239,10 +239,10 @@ function tokensOf(tokens) {
 
 export const alternatives = {logprobs: true, top_logprobs: ALTERNATIVES};
 
-function statsOf({asked, first, newest, ended, stats, finish, stopped}) {
+function statsOf({sentAt, first, newest, ended, stats, finish, stopped}) {
   const parts = [];
   if (first) {
-    parts.push(`first token ${seconds((first - asked) / 1000)}`);
+    parts.push(`first token ${seconds((first - sentAt) / 1000)}`);
   }
   const tokens = stats?.completion_tokens;
   if (tokens > 1 && newest > first) {

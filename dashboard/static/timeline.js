@@ -109,11 +109,11 @@ export class Timeline {
 
   drawAxes() {
     const live = !this.view || this.view.mode === "live";
-    const wanted = `${this.seats} ${this.span} ${this.row} ${this.wide} ${live ? "live" : this.right}`;
-    if (wanted === this.axis) {
+    const axis = `${this.seats} ${this.span} ${this.row} ${this.wide} ${live ? "live" : this.right}`;
+    if (axis === this.axis) {
       return;
     }
-    this.axis = wanted;
+    this.axis = axis;
     const context = pen(this.canvas);
     const bottom = this.seats * this.row;
     const every = Math.max(1, Math.ceil(14 / this.row));

@@ -58,7 +58,7 @@ export class Watcher {
     this.recorder = null;
     this.pastLoads = 0; // how often the server's account of the past was taken; each may change the picture
     this.nextEvent = null; // the number of the event that comes next; null: not known
-    this.asked = {reach: 0, at: -Infinity}; // what account of hours was asked for
+    this.lastRequest = {reach: 0, at: -Infinity}; // what account of hours was asked for
     this.early = null; // events that came while the account of the past was on its way
   }
 
@@ -144,12 +144,12 @@ export class Watcher {
 
   /** Ask for the account of the `reach` seconds before now, if it is due. */
   async loadHours(reach) {
-    const {history, asked} = this;
+    const {history, lastRequest} = this;
     const now = performance.now();
-    if (reach <= KEPT_S || (asked.reach === reach && now - asked.at < HOURS_MS)) {
+    if (reach <= KEPT_S || (lastRequest.reach === reach && now - lastRequest.at < HOURS_MS)) {
       return;
     }
-    this.asked = {reach, at: now};
+    this.lastRequest = {reach, at: now};
     const {t} = this.engine.frame;
     const path = `${this.base}history?from=${t - reach}&to=${t}&bins=${BINS_OF_HOURS}`;
     const account = await ask(path).catch(() => null); // without an answer what is known stays
@@ -168,9 +168,9 @@ export class Watcher {
     }
     this.old = {from: t - Math.min(KEPT_S, span) - AROUND_S, to: t + AROUND_S};
     const path = `${this.base}stays?from=${this.old.from}&to=${this.old.to}`;
-    const asked = this.old;
+    const request = this.old;
     const account = await ask(path).catch(() => null);
-    if (asked !== this.old) {
+    if (request !== this.old) {
       return; // the reader went elsewhere
     }
     this.oldStays.clear();

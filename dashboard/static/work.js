@@ -136,8 +136,8 @@ export class Work {
     const headers = key ? {authorization: `Bearer ${key}`} : {};
     const reply = await fetch(`../v1/${path}`, {headers, cache: "no-store"}).catch(() => null);
     if (!reply?.ok) {
-      const told = await reply?.json().catch(() => null);
-      say($("work-note"), told?.error?.message ?? "The server does not answer.");
+      const answer = await reply?.json().catch(() => null);
+      say($("work-note"), answer?.error?.message ?? "The server does not answer.");
       return;
     }
     const [, id] = path.split("/");
