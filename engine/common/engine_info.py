@@ -141,7 +141,7 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     #: Pages of the layers with a window, by window, where they have pages of their own.
     window_pages: dict[int, int] = {}
-    #: Checkpoints of recurrent layers' state that there is room for.
+    #: Capacity for checkpoints of recurrent layers' state.
     checkpoints: int = 0
     #: Whether prompts that start alike share pages.
     prefix_cache: bool
@@ -218,7 +218,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     #: None: the seat is free, and the fields below have their defaults.
     request_id: str | None = None
-    #: The sequence gives way to others.
+    #: Whether it is a background sequence, which others may preempt.
     background: bool = False
     #: Number of the sequence among the request's n.
     index: int = 0

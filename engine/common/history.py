@@ -27,13 +27,13 @@ from jitney.engine.common.records import RecordRing
 from jitney.engine.common.request_record import ComputedChunk, RequestRecord, Stay
 from jitney.engine.common.requests import EngineRequest
 
-#: So many ended requests are kept, at most.
+#: Most ended requests that are stored.
 _KEEP_REQUESTS = 16384
 _KEEP_EVENTS = 16384
-#: Waits and first tokens kept for their distributions: (when, seconds).
+#: Most waits and first tokens stored for their distributions: (time, seconds).
 _KEEP_SAMPLES = 8192
 _FINISHES = ("stop", "length", "abort", "deadline", "error")
-#: Policies whose batch keeps a seat until its slowest sequence is done.
+#: Policies whose batch holds all its seats until its slowest sequence is done.
 _HOLDING = ("static", "dynamic")
 #: Called with a record when it has ended; must not wait.
 _Listener = Callable[[RequestRecord], None]
@@ -43,15 +43,15 @@ _Listener = Callable[[RequestRecord], None]
 class RequestRecords:
     """The records of all requests since the start, filled from a core's reports."""
 
-    #: Fill `RequestRecord.tokens`, and `token_times`.
+    #: Whether to fill `RequestRecord.tokens`, and `token_times`.
     keep_tokens: bool = False
     keep_times: bool = False
     #: Called with each record at its end.
     listeners: list[_Listener] = field(default_factory=list)
-    #: Sequences without an end, and those of them in the background.
+    #: Open sequences, and those of them in the background.
     n_open: int = 0
     n_open_background: int = 0
-    #: By request id, each a record per sequence; in the order of their arrival.
+    #: Request id -> a record per sequence; in order of arrival.
     _records: dict[str, list[RequestRecord]] = field(default_factory=dict)
     _next_number: int = 0
     #: Number of the core's step 0.
@@ -60,7 +60,7 @@ class RequestRecords:
     _newest_stays: dict[int, Stay] = field(default_factory=dict)
 
     def submit(self, request: EngineRequest) -> None:
-        """A request arrives: one record for each of its sequences."""
+        """Add a new request: one record for each of its sequences."""
         n = request.sampling.n
         self._records[request.id] = [self._new_record(request, index) for index in range(n)]
         self.n_open += n
@@ -92,7 +92,7 @@ class RequestRecords:
         return record
 
     def apply(self, report: StepReport, step: int, now: float) -> None:
-        """Take in a report. step: of the report, else the step before; now: when it was done."""
+        """Apply a report. step: of the report, else the step before; now: time of its end."""
         records_of = self._records.get
         keep_times = self.keep_times
         for output in report.outputs:
@@ -103,7 +103,7 @@ class RequestRecords:
             if record.finished is not None:
                 continue
             if output.tokens:
-                # Every token of every sequence comes here: most of them need these lines alone.
+                # Hot path: called for every token of every sequence; most need only these lines.
                 record.n_output += len(output.tokens)
                 record.accepted += output.accepted
                 record.rejected += output.rejected
@@ -123,7 +123,7 @@ class RequestRecords:
     ) -> None:
         if record.tokens is not None:
             record.tokens += output.tokens
-        # A sequence just preempted may have a token on its way: it belongs to the stay before.
+        # A token of a sequence that was just preempted belongs to the stay before.
         if record.stays and record.stays[-1].first_token is None:
             record.stays[-1].first_token = now
             record.stays[-1].first_step = step
@@ -133,7 +133,7 @@ class RequestRecords:
             self._first_token(record, step, now)
 
     def _first_token(self, record: RequestRecord, step: int, now: float) -> None:
-        """Its first token has come."""
+        """Record the first token."""
 
     def _take_event(self, event: SequenceEvent) -> None:
         record = self.find(event.request_id, event.index)
@@ -147,7 +147,7 @@ class RequestRecords:
             self._preempt(record, step, t)
 
     def _time_of(self, event: SequenceEvent) -> float:
-        """When an event took effect: when the step that it belongs to was planned."""
+        """Time at which an event took effect: the planning of its step."""
         return event.t
 
     def _board(self, record: RequestRecord, seat: int, step: int, t: float) -> None:
@@ -155,7 +155,7 @@ class RequestRecords:
             record.boarded = t
         before = self._newest_stays.get(seat)
         if before is not None and before.end is not None and before.end > t:
-            _end_stay(before, t)  # its last token was still on its way, its seat was not
+            _end_stay(before, t)  # its last token was in flight when the seat was given on
         stay = self._newest_stays[seat] = Stay(seat, step, t)
         record.stays.append(stay)
 
@@ -197,7 +197,7 @@ class RequestRecords:
 
 
 def _leave(record: RequestRecord, step: int, t: float, how: str) -> None:
-    """Its seat, if it has one, is free after `step`, done at t."""
+    """End the sequence's stay, if it has one, after `step`, done at t."""
     stay = record.stay
     if stay is not None:
         _end_stay(stay, t)
@@ -206,14 +206,14 @@ def _leave(record: RequestRecord, step: int, t: float, how: str) -> None:
 
 
 def _end_stay(stay: Stay, t: float) -> None:
-    """The seat is given on at t."""
+    """Set the end of a stay."""
     stay.end = max(t, stay.start)
     if stay.first_token is not None and stay.first_token > stay.end:
         stay.first_token = None
 
 
 def _newest(most: int) -> Callable[[], deque[Any]]:
-    """Makes what keeps so many items, the newest."""
+    """A factory of deques that hold the newest `most` items."""
     return partial(deque, maxlen=most)
 
 
@@ -230,28 +230,28 @@ class _EventLog:
         self.n += 1
 
     def since(self, number: int) -> list[SequenceEvent]:
-        """Events after the first `number`, as far back as they are kept."""
+        """Events after the first `number`, as far as they are stored."""
         forgotten = self.n - len(self._newest)
         return list(islice(self._newest, max(0, number - forgotten), None))
 
 
 @dataclass(eq=False, kw_only=True)
 class History(RequestRecords):
-    """One engine's recent past as the server knows it, across restarts of its core."""
+    """The recent past of one engine, as recorded by the server across restarts of its core."""
 
-    #: Seconds that ended requests are kept for.
+    #: Seconds that ended requests are stored.
     keep_s: ClassVar[float] = 600.0
     #: Seconds.
     clock: Callable[[], float] = time.monotonic
-    #: Records of the newest steps; their numbers go on rising when a core is replaced.
+    #: Records of the newest steps; numbers continue when a core is replaced.
     records: RecordRing = field(default_factory=RecordRing)
-    #: The record of the sequence in each seat, None for a free one.
+    #: The record of the sequence in each seat; None: free.
     seats: list[RequestRecord | None] = field(default_factory=list)
-    #: Seats that a batch keeps after their sequence's end.
+    #: Seats that a batch holds after their sequence's end.
     held: set[int] = field(default_factory=set)
-    #: Names of the engine's adapters by number, of those that are gone too.
+    #: Names of the engine's adapters by number, removed ones included.
     adapters: dict[int, str] = field(default_factory=dict[int, str])
-    #: (time, seconds since arrival) of live sequences that boarded, and of their first tokens.
+    #: (time, seconds since arrival) of boardings and of first tokens.
     waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
     first_tokens: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
     #: Totals since the start: ends by reason, refusals by code, boardings, cached prompt tokens.
@@ -261,9 +261,9 @@ class History(RequestRecords):
     cached_tokens: int = 0
     events: _EventLog = field(default_factory=_EventLog)
     incidents: Incidents = field(init=False)
-    #: When the newest core got ready.
+    #: Time at which the newest core got ready.
     ready_at: float = 0.0
-    #: The policy keeps seats of sequences that have ended.
+    #: Whether the policy holds seats of ended sequences.
     _holds: bool = False
     #: Ended requests, by their end.
     _ended: deque[RequestRecord] = field(default_factory=deque)
@@ -275,14 +275,14 @@ class History(RequestRecords):
 
     @classmethod
     def check_minutes(cls, minutes: float) -> None:
-        """Raise RequestError unless the history may reach so far back."""
+        """Raise RequestError if the history is shorter than this."""
         most = cls.keep_s / 60
         if not 0 < minutes <= most:
             raise RequestError(f"minutes must be more than 0 and at most {most:g}", param="minutes")
 
     @property
     def kept_from(self) -> float:
-        """The time from which on everything is known."""
+        """The time from which on the history is complete."""
         kept_from = max(self._started, self.clock() - self.keep_s)
         if len(self._ended) >= _KEEP_REQUESTS:
             kept_from = max(kept_from, _end_of(self._ended[0]))
@@ -290,7 +290,7 @@ class History(RequestRecords):
 
     @property
     def oldest_end(self) -> float:
-        """When the first of the ended requests that are kept ended; infinity: none is kept."""
+        """Time of the oldest stored end of a request; infinity: there is none."""
         return _end_of(self._ended[0]) if self._ended else math.inf
 
     @property
@@ -300,15 +300,17 @@ class History(RequestRecords):
         return self.n_open - n_seated + len(self.held)
 
     def adapter_of(self, record: RequestRecord) -> str:
-        """The name of the adapter that answers it; empty: none does."""
+        """The name of a record's adapter; empty: none."""
         return self.adapters.get(record.adapter, "")
 
     def learn_adapters(self, info: EngineInfo) -> None:
-        """These are served from now on."""
+        """Store the names of the engine's adapters."""
         self.adapters |= {number: name for name, number in info.model.adapters.items()}
 
     def core_ready(self, info: EngineInfo) -> None:
-        """A core starts, its step numbers beginning anew: ours go on rising."""
+        """Prepare for a new core, whose step numbers begin anew, while those of the history
+        continue.
+        """
         self.ready_at = self.clock()
         self.incidents.core_ready(self.ready_at)
         self.seats = [None] * info.sizes.seats
@@ -318,7 +320,7 @@ class History(RequestRecords):
         self._first_step = self.records.last_step + 1
 
     def core_lost(self, code: str) -> None:
-        """The core is gone: every open request ends with this error."""
+        """End every open request with this error, since the core is lost for good."""
         for record in list(self.open()):
             self._end(record, "error", code, self.records.last_step, self.clock())
         self._clear_seats()
@@ -328,7 +330,7 @@ class History(RequestRecords):
         self.held.clear()
 
     def seats_lost(self) -> None:
-        """The core is gone, and open requests wait for another one."""
+        """Empty the seats, since open requests wait for another core."""
         step, t = self.records.last_step, self.clock()
         for record in list(self.open()):
             seat = record.seat
@@ -346,7 +348,7 @@ class History(RequestRecords):
             self._add_event("queued", record, step, request.arrival, reason=request.client_id)
 
     def take(self, report: StepReport) -> np.void | None:
-        """Take in a report; returns its step record, renumbered, if it has one."""
+        """Apply a report; returns its step record, renumbered, if it has one."""
         step_record = None
         now = self.clock()
         if report.record:
@@ -375,7 +377,7 @@ class History(RequestRecords):
         self._add_event("first_token", record, step, now)
 
     def _time_of(self, event: SequenceEvent) -> float:
-        """Its step was launched while the one before ran: it takes effect when that is done."""
+        """Time at which an event took effect: the end of the step before its own."""
         return max(event.t, self.records.last_ready)
 
     def _take_event(self, event: SequenceEvent) -> None:
@@ -385,7 +387,7 @@ class History(RequestRecords):
             super()._take_event(event)
 
     def _release(self, event: SequenceEvent) -> None:
-        """A batch is over: it keeps this seat no longer."""
+        """Free a seat that a batch held."""
         self.held.discard(event.seat)
         self.seats[event.seat] = None
         step = event.step + self._first_step
@@ -422,7 +424,7 @@ class History(RequestRecords):
         self._forget(t)
 
     def _vacate(self, seat: int, record: RequestRecord) -> None:
-        """Its sequence has left: the seat is free, unless the batch keeps it."""
+        """Free a sequence's seat, or mark it as held by its batch."""
         if seat < 0 or self.seats[seat] is not record:
             return
         if self._holds:
@@ -431,7 +433,7 @@ class History(RequestRecords):
             self.seats[seat] = None
 
     def _forget(self, now: float) -> None:
-        """Let go of what is too old or too much."""
+        """Drop ended requests that are too old or too many."""
         ended = self._ended
         while len(ended) > _KEEP_REQUESTS or (ended and _end_of(ended[0]) < now - self.keep_s):
             request_id = ended.popleft().request_id
@@ -448,7 +450,7 @@ class History(RequestRecords):
         seat: int | None = None,
         reason: str = "",
     ) -> None:
-        """seat: where it happened, None for the seat it has now."""
+        """seat: its seat at that time; None: its present one."""
         self.events.add(
             SequenceEvent(
                 event=event,
@@ -470,5 +472,5 @@ class History(RequestRecords):
 
 
 def _end_of(record: RequestRecord) -> float:
-    """When it ended; of ended requests alone."""
+    """Time of the end of an ended request."""
     return record.finished or 0.0

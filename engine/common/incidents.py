@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-#: Most outages, and crowds of others; seconds that end a crowd; refusals whose tenants are kept.
+#: Most stored outages, and series of other incidents; seconds without one that end a series;
+#: refusals with stored tenants.
 _KEEP_OUTAGES, _KEEP_CROWDS, _CALM_S, _KEEP_REFUSED = 64, 20, 30.0, 16384
 
 #: A sequence: its request's id, and its index.
@@ -15,29 +16,30 @@ type _Stream = tuple[str, int]
 
 
 class _Outage(msgspec.Struct):
-    """A time in which no core served, after one that did. Times as those of the history's clock."""
+    """A time in which no core served, after one that did. Times are by the history's clock."""
 
-    #: When the core was found gone.
+    #: Time at which the loss of the core was noticed.
     began: float
-    #: Why, in words: "the engine process was killed by SIGKILL".
+    #: The cause, such as "the engine process was killed by SIGKILL".
     cause: str
-    #: Which restart since the server's start ends it: 1 for the first.
+    #: Number of the restart that ends it, counted from the server's start.
     restart: int
-    #: Requests that were open and go on in the next core, and those that ended with an error.
+    #: Open requests that continue in the next core, and those that ended with an error.
     n_resumed: int
     n_lost: int
-    #: Streams that were under way, and those of them that have gone on since, or ended.
+    #: Interrupted streams, and those that have continued since, or ended.
     n_streams: int = 0
     n_flowing: int = 0
-    #: When another core was ready, and all streams had gone on; None: not yet, or never.
+    #: Times at which another core was ready, and all streams had continued; None: not yet, or
+    #: never.
     ready: float | None = None
     flowing: float | None = None
 
 
 class _Refusals(msgspec.Struct):
-    """A time in which requests were refused. Times as those of the history's clock."""
+    """A series of refused requests. Times are by the history's clock."""
 
-    #: When the first one and the newest one were.
+    #: Times of the first and the newest refusal.
     began: float
     newest: float
     #: Answers by status and code, such as "429 queue_full".
@@ -47,11 +49,11 @@ class _Refusals(msgspec.Struct):
 
 
 class _Trouble(msgspec.Struct):
-    """A time in which something beside the engine failed. Times as those of the history's clock."""
+    """A series of failures outside the engine. Times are by the history's clock."""
 
     #: A kind of incident, see `dashboard.notes.TROUBLES`.
     code: str
-    #: When it first failed, and last; how often; why, the last time.
+    #: Times of the first and the last failure; their number; cause of the last one.
     began: float
     newest: float
     count: int = 0
@@ -63,15 +65,15 @@ class Incidents:
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
-        #: All oldest first.
+        #: Each list is in order of time.
         self.outages: deque[_Outage] = deque(maxlen=_KEEP_OUTAGES)
         self.refusals: deque[_Refusals] = deque(maxlen=_KEEP_CROWDS)
         self.troubles: deque[_Trouble] = deque(maxlen=_KEEP_CROWDS)
         #: (when, tenant) of the newest refusals.
         self.refused_tenants: deque[tuple[float, str]] = deque(maxlen=_KEEP_REFUSED)
-        #: When the server was told to stop, and how many sequences were open; None: it was not.
+        #: Time of the stop signal, and number of open sequences; None: there was none.
         self.drain: tuple[float, int] | None = None
-        # Streams that a lost core has stopped, until they go on or end.
+        # Streams interrupted by the loss of a core, until they continue or end.
         self._stopped: set[_Stream] = set()
 
     @property
@@ -79,11 +81,13 @@ class Incidents:
         return self.outages[-1] if self.outages else None
 
     def stream_stopped(self, stream: _Stream) -> None:
-        """The core is gone, and a stream waits for another one."""
+        """Note that the loss of the core interrupted a stream."""
         self._stopped.add(stream)
 
     def outage_began(self, cause: str, *, n_resumed: int, n_lost: int) -> None:
-        """A core that served is gone. One that goes before it was ready makes its outage longer."""
+        """Begin an outage: a core that served is lost. If none was ready since, extend the last
+        one.
+        """
         last, n_streams = self._outage, len(self._stopped)
         if last is not None and last.ready is None:
             last.cause, last.restart = cause, last.restart + 1
@@ -100,7 +104,7 @@ class Incidents:
             self._see_flow(outage, t)
 
     def stream_flows(self, stream: _Stream, t: float) -> None:
-        """A stream has a token again, or has ended."""
+        """Note that a stream has a token again, or has ended."""
         if stream not in self._stopped:
             return
         self._stopped.discard(stream)
@@ -115,7 +119,7 @@ class Incidents:
             outage.flowing = t
 
     def refused(self, status: int, code: str, retry_s: float | None, tenant: str = "") -> None:
-        """A request was answered 429 or 503. retry_s: its Retry-After; tenant: its key's digest."""
+        """Record an answer of 429 or 503. retry_s: its Retry-After; tenant: its key's digest."""
         now, name = self._clock(), f"{status} {code}".strip()
         self.refused_tenants.append((now, tenant))
         if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
@@ -125,14 +129,14 @@ class Incidents:
         refusals.counts[name] = refusals.counts.get(name, 0) + 1
 
     def drain_began(self, n_open: int) -> None:
-        """The server stops, once its open sequences have ended."""
+        """Record that the server drains."""
         self.drain = self.drain or (self._clock(), n_open)
 
     def disk_full(self) -> None:
         self.trouble("disk_full", "the log names it")
 
     def trouble(self, code: str, cause: str) -> None:
-        """Something failed. code: of `_Trouble`; cause: in words."""
+        """Record a failure. code: of `_Trouble`; cause: in words."""
         now = self._clock()
         newest = next((one for one in reversed(self.troubles) if one.code == code), None)
         if newest is None or now - newest.newest > _CALM_S:

@@ -73,7 +73,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """An engine that shares experts takes no more requests: `DrainState` tells all of them."""
+    """Accept no more requests; `DrainState` informs the engines that share experts."""
 
     #: It has no open request left.
     drained: bool

@@ -93,7 +93,7 @@ class Grammar(msgspec.Struct, frozen=True):
     ready: bool = False
 
 
-#: Fields of `SamplingParams` that people are told of: no text of a client's.
+#: Fields of `SamplingParams` for `in_words`: numbers only, no text of a client.
 _IN_WORDS = (
     "n",
     "temperature",
@@ -342,7 +342,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     #: For a request of an earlier core: output tokens of each sequence so far, None if it ended.
     resumed: list[list[int] | None] | None = None
-    #: Another engine had admitted it and was lost with it: no predicted wait refuses it.
+    #: Another engine admitted it before that engine was lost: it is not refused for a predicted
+    #: wait.
     admitted: bool = False
 
     @property
@@ -405,7 +406,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
         if self.encoder:
             if len(request.prompt) > self.longest:
                 raise RequestError.too_long(self.overflow(len(request.prompt), 0), "prompt")
-            return 1  # for the accounts: an encoder writes nothing
+            return 1  # for quotas: an encoder generates nothing
         return self._most_generated(request)
 
     def overflow(

@@ -19,8 +19,8 @@ class _Sample(NamedTuple):
 
 
 class Scrape:
-    """The series with a prefix, named without it. Invalid lines are skipped, for which
-    prometheus_client's parser rejects the whole text; and it takes four times as long.
+    """The series with a prefix, named without it. Invalid lines are skipped. prometheus_client's
+    parser would reject the whole text, and takes four times as long.
     """
 
     def __init__(self, text: str, prefix: str = "jitney_"):

@@ -1,4 +1,4 @@
-"""A pool of worker processes with a time limit per task, which a thread has not. Answers are
+"""A pool of worker processes with a time limit per task, which threads cannot have. Answers are
 msgpack of one type, never pickles: a process that runs a hostile template is not trusted.
 """
 

@@ -245,7 +245,7 @@ class AdapterManager:
         except JitneyError as error:
             self._answers.append(AdaptersSet(ticket, ErrorInfo("invalid_value", str(error))))
             return
-        except Exception as error:  # the present adapters are served on
+        except Exception as error:  # the present adapters stay in use
             _log.exception("adapters were not read")
             reason = f"adapters: {type(error).__name__}: {error}"
             self._answers.append(AdaptersSet(ticket, ErrorInfo("internal_error", reason)))

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.core")
 
-#: How XLA says that a device's memory was too small for a step.
+#: XLA's error text if a device's memory was too small for a step.
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-#: Seconds between two looks at grammars that are being compiled, and at masks that are being
-#: computed, while there is nothing else to do.
+#: Seconds between two checks of grammars being compiled and masks being computed, while there is
+#: nothing else to do.
 _COMPILING_S = 0.002
-#: An engine that plans late counts on so much of the least that a step like the one that runs took
-#: of late, less the median that planning, packing and launching took in so many steps, seconds
-#: before the first of them; shorter waits than the last figure are not worth it.
+#: Late planning: share of the least recent time of a like step that is expected; number of steps of
+#: which the median time of planning, packing and launching is subtracted; the initial value of that
+#: time in seconds; shortest wait in seconds that is worth it.
 _SURE, _LAUNCHES, _FIRST_LAUNCH_S, _SHORTEST_S = 0.95, 15, 0.002, 0.001
 
 
@@ -103,19 +103,19 @@ class _Flight:
     plan: Plan
     #: What `_StepRunner.launch` returned for it.
     launched_step: Any
-    #: Its plan was begun, and made.
+    #: Beginning and end of planning.
     started: float
     planned: float
-    #: It was packed, and launched.
+    #: End of packing, and of launching.
     batched: float
     launched: float
-    #: Something was compiled for it.
+    #: Whether something was compiled for it.
     compiled: bool
 
 
 @dataclass(slots=True)
 class _Failure:
-    """A step that could not be launched, or brought nothing."""
+    """A failed step: its launch or its fetch raised."""
 
     plan: Plan
     error: Exception
@@ -137,8 +137,8 @@ def _ignore(step: int) -> None:
 
 @dataclass(eq=False)
 class EngineCore:
-    """The loop's body. The device computes step k while the host takes in step k - 1 and plans step
-    k + 1.
+    """The engine's loop body. While the device computes step k, the host commits step k - 1 and
+    plans step k + 1.
     """
 
     scheduler: Scheduler
@@ -156,23 +156,23 @@ class EngineCore:
     _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
     #: The step that the device computes.
     _flight: _Flight | None = None
-    #: The last step found nothing to compute, though sequences are open.
+    #: Whether the last step had nothing to compute, though sequences are open.
     _all_wait: bool = False
-    #: The device's memory is free: see `sleep`.
+    #: Whether the device's memory is freed, see `sleep`.
     _asleep: bool = False
-    #: When the device finished the last step; None after a time without work.
+    #: Time at which the device finished the last step; None after a time without work.
     _ready: float | None = None
     #: Seconds that planning, packing and launching took, of the newest steps.
     _launches_s: deque[float] = field(default_factory=lambda: deque([_FIRST_LAUNCH_S], _LAUNCHES))
 
     def __post_init__(self) -> None:
-        #: Takes requests, until the scheduler has them.
+        #: Requests on their way to the scheduler.
         self.intake = Intake(self.scheduler)
         self._reporter = Reporter(self.scheduler, self.clock)
 
     @property
     def has_work(self) -> bool:
-        """True while `step` has anything to do or to report."""
+        """True while `step` has work or results to report."""
         if self._flight is not None or self.scheduler.has_open or self.has_outputs:
             return True
         return self.intake.is_busy
@@ -233,7 +233,7 @@ class EngineCore:
         return self.intake.open_adapters
 
     def serve_adapters(self, numbers: set[int]) -> None:
-        """Let requests choose from these adapters, too."""
+        """Accept requests for these adapters, too."""
         self.scheduler.serve_adapters(numbers)
 
     def abort(
@@ -335,7 +335,7 @@ class EngineCore:
         return _Outcome(outputs, record, prompt_chunks(flight.plan))
 
     def _recover(self, failure: _Failure) -> None:
-        """Go on after a step that failed, and without the one launched behind it."""
+        """Recover from a failed step; drops the step launched after it."""
         plan, error = failure.plan, failure.error
         self._flight = self._ready = None
         sequences = len({chunk.seq for chunk in plan.chunks})
@@ -474,9 +474,7 @@ class EngineCore:
         self._asleep = False
 
     def reset_prefix_cache(self) -> None:
-        """Let no later prompt find what was computed for an earlier one. Running
-        sequences keep their pages.
-        """
+        """Drop all cached pages of earlier prompts. Running sequences keep their pages."""
         self.scheduler.forget_prefixes()
 
     def run_until_idle(self, max_steps: int = 100_000) -> list[SequenceOutput]:

@@ -1,5 +1,5 @@
-"""The way of a request into the scheduler: its adapter is loaded, its grammar compiled, its limits
-checked.
+"""The intake of requests: waits for their adapters and grammars, and checks their limits, before
+the scheduler gets them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Intake:
     """Requests that wait for an adapter or a grammar, and refusals."""
 
     scheduler: Scheduler
-    #: Holds answers to grammars; None until the tokenizer is known, see `learn`.
+    #: Manager of grammars; None until the tokenizer is known, see `learn`.
     grammars: GrammarManager | None = None
-    #: Changes the adapters; None where there are none, nor room for any.
+    #: Manager of adapters; None if there are none and no room for any.
     adapters: AdapterManager | None = None
     #: Terminal outputs of refused requests, for the next report.
     rejected: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
 
     @property
     def is_busy(self) -> bool:
-        """Grammars are being compiled, or adapters are being loaded."""
+        """Whether grammars are being compiled, or adapters are being loaded."""
         if self.grammars is not None and self.grammars.has_waiting:
             return True
         return self.adapters is not None and self.adapters.is_busy
@@ -58,8 +58,8 @@ class Intake:
         return self.scheduler.open_adapters | waiting
 
     def learn(self, tokenizer: str) -> None:
-        """From here on answers can be held to grammars. tokenizer: the model's, as the `tokenizers`
-        library writes it (JSON). Takes half a second for 50,000 tokens.
+        """Enable grammars. tokenizer: the model's, as JSON of the `tokenizers` library.
+        Takes half a second for 50,000 tokens.
         """
         from jitney.engine.core.grammar.manager import GrammarManager
 
@@ -94,7 +94,7 @@ class Intake:
         self._add_loaded(request)
 
     def _add_loaded(self, request: EngineRequest) -> None:
-        """Go on with a request whose adapter is loaded."""
+        """Continue with a request whose adapter is loaded."""
         sampling = request.sampling
         if self.grammars is None and (sampling.grammar is not None or sampling.constrained):
             self._reject(request, _NO_GRAMMARS)
@@ -105,7 +105,7 @@ class Intake:
             self.add_compiled()
 
     def add_compiled(self) -> None:
-        """Go on with requests whose grammars have been compiled."""
+        """Continue with requests whose grammars are compiled."""
         if self.grammars is None:
             return
         for request, new_matcher, error, ended in self.grammars.leave():
@@ -145,7 +145,7 @@ class Intake:
             self._reject(request, error.info)
 
     def _end_before(self, request: EngineRequest, ended: dict[int, FinishReason]) -> None:
-        """All sequences of a request were ended before it reached the scheduler."""
+        """End a request whose sequences were all ended before it reached the scheduler."""
         self.rejected += [
             SequenceOutput(request.id, index, finish=reason)
             for index, reason in sorted(ended.items())

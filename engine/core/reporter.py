@@ -1,4 +1,4 @@
-"""Reports of steps beside their outputs: seats, events, prompt chunks."""
+"""Collects the parts of step reports besides outputs: seats, events, prompt chunks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Reporter:
         self._predicted_at = -math.inf
 
     def answer(self) -> None:
-        """Answer all questions as things stand."""
+        """Answer all questions with the current state."""
         for question in self.questions:
             self._answers.append(self.seat_map(question.ticket, seats=question.seats))
         self.questions.clear()
 
     def take_answers(self) -> list[SeatMap]:
-        """Answers that were not reported yet."""
+        """Take the answers that were not reported yet."""
         answers, self._answers = self._answers, []
         return answers
 

@@ -92,15 +92,15 @@ class WorkerAdapters:
         self._coming: dict[int, AdapterColumns] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._reading: Future[list[AdapterColumns]] | None = None
-        #: The folders that count if host 0 accepts.
+        #: The folders to use if host 0 accepts the change.
         self._next_folders: dict[str, str] = {}
         self._installing: Future[list[dict[Path, Array]]] | None = None
         #: Called with the adapters' folders once a change is accepted.
         self.on_accepted: Callable[[dict[str, str]], None] | None = None
 
     def take(self, message: AdapterMessage | Accept | Refused) -> None:
-        """Do what host 0 says, between two steps. Raises the device's error if weights cannot be
-        copied to it.
+        """Handle a message of host 0, between two steps. Raises the device's error if weights
+        cannot be copied to it.
         """
         match message:
             case ReadAdapters():
@@ -134,13 +134,13 @@ class WorkerAdapters:
             answer = Propose(_WHAT, self._identity_of(folders))
         except JitneyError as error:
             answer = Refused(str(error))
-        except Exception as error:  # the present adapters are served on
+        except Exception as error:  # the present adapters stay in use
             answer = Refused(f"{type(error).__name__}: {error}")
         self._send(answer)
         return columns
 
     def _accept(self) -> None:
-        assert self._reading is not None  # host 0 accepts what it was told
+        assert self._reading is not None  # host 0 accepts only answers
         for columns in self._reading.result():
             self._coming[columns.adapter.number] = columns
         self._reading = None

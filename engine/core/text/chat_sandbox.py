@@ -22,9 +22,9 @@ from jinja2.utils import Namespace
 
 from jitney.engine.common.requests import JsonDict
 
-#: Where a final message ends that is continued.
+#: Marks the end of a final message that is continued.
 _END = "CONTINUE_FINAL_MESSAGE_TAG "
-#: No variables: what is rendered.
+#: Names that are not variables but the result of rendering.
 _OWN_VARIABLES = frozenset({"messages", "chat_template"})
 #: Names of a message's reasoning; templates read the first, those of gpt-oss the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -121,7 +121,7 @@ def render(template: str, messages: Sequence[JsonDict], variables: Mapping[str, 
     """The prompt text of a conversation. Raises any error of the template.
 
     messages, variables: JSON. variables: with the special tokens; continue_final_message: leave out
-    what the template writes behind the last message.
+    the template's text after the last message.
     """
     for name in _OWN_VARIABLES & variables.keys():
         raise ValueError(f"{name} cannot be set for a chat template")

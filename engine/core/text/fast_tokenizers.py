@@ -39,7 +39,7 @@ _TINY_TEMPLATE = (
 
 @dataclass
 class FastTokenizer:
-    """A Rust tokenizer, and what a model's files say beside it."""
+    """A Rust tokenizer, and further facts from the model's files."""
 
     rust: RustTokenizer
     #: By name, such as "bos_token".
@@ -54,7 +54,7 @@ class FastTokenizer:
         special_tokens: Mapping[str, str],
         chat_template: str | dict[str, str] | None,
     ) -> FastTokenizer:
-        """Of one that is built here: texts of its special tokens become these tokens."""
+        """A tokenizer built here; the texts of special tokens in a prompt become these tokens."""
         from tokenizers import AddedToken
 
         added = {token.content for token in rust.get_added_tokens_decoder().values()}

@@ -6,13 +6,13 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
-#: Share of the tokens that may differ: those that a finetune adds in the place of reserved ones.
+#: Share of the tokens that may differ, as finetunes replace reserved ones.
 _MOST_APART = 0.01
 
 
 def check_vocabulary(target: ModelSource, draft: ModelSource) -> None:
-    """Raise ConfigError if the ids of a draft model mean other tokens than those of the target. A
-    few may differ, or be missing: such drafts are wrong, and no token of an answer changes.
+    """Raise ConfigError if a draft model's vocabulary differs from the target's. A few tokens may
+    differ or be missing: drafts of them are rejected, and no answer changes.
     """
     ours, theirs = (Tokenizer.load(source).vocabulary for source in (target, draft))
     apart = len(ours.items() ^ theirs.items())

@@ -1,4 +1,4 @@
-"""Low-rank adapters into a model that is loaded, and into the columns that others have left."""
+"""Puts low-rank adapters into a loaded model, and into columns freed by removed adapters."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from jitney.kernels.interface import Kernels
 
 _log = logging.getLogger("jitney.core")
 
-#: Columns of all adapters together are a multiple of this, as products like them.
+#: The columns of all adapters together are padded to a multiple of this, for fast products.
 _COLUMNS = 16
-#: The owner of columns that are free.
+#: Owner of free columns.
 _NOBODY = -1
 _NAMED_AT_MOST = 5
 
 
 class _Halves(NamedTuple):
-    """The adapters of one matrix on the host, see `Adapters`. No array is ever written to: a device
-    may share its memory.
+    """The adapters of one matrix on the host, see `Adapters`. Arrays are never modified, since a
+    device may share their memory.
     """
 
     a: np.ndarray
@@ -45,11 +45,11 @@ class _Halves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter whose files were read. number: by which rows ask for it."""
+    """An adapter whose files were read. number: selects it in rows."""
 
     name: str
     number: int
-    #: Of the files that were read, see `stamp_of`.
+    #: Stamp of the files at the time of reading, see `stamp_of`.
     stamp: tuple[int, ...]
     #: Columns that it needs, by the matrix.
     widths: dict[Path, int]
@@ -64,7 +64,7 @@ class AdapterColumns:
 
 
 class AdapterBank:
-    """Which columns of a model's matrices belong to which adapter.
+    """The assignment of columns of a model's matrices to adapters.
 
     config: of the whole model. dtype: of what is multiplied. mesh: the devices that the model is
     split over, if it is. room: ranks that are kept free at the start.
@@ -84,7 +84,7 @@ class AdapterBank:
         """The adapter in a folder. Raises ModelError, naming it, for one that is not sound or does
         not fit the model.
         """
-        stamp = stamp_of(folder)  # before the files are read: a change meanwhile is one to come
+        stamp = stamp_of(folder)  # before reading, so that a change meanwhile is found later
         adapter = Adapter.read(name, folder)
         _check_modules(adapter, self._targets)
         columns = {
@@ -96,7 +96,7 @@ class AdapterBank:
         return AdapterColumns(LoadedAdapter(name, number, stamp, widths), columns)
 
     def put_into(self, model: Model, adapters: Sequence[AdapterColumns]) -> None:
-        """Have a model changed by these adapters, with room for those that come later."""
+        """Put adapters into a model, with room for later ones."""
         for target in self._targets:
             path = target.path
             width = sum(one.adapter.widths.get(path, 0) for one in adapters)
@@ -117,9 +117,7 @@ class AdapterBank:
             linear_at(model, path).adapt(self._placed(path, halves))
 
     def check_room(self, adapters: Collection[LoadedAdapter]) -> None:
-        """Raises ModelError, naming one that is too much, unless these have room beside each other
-        once all others are gone.
-        """
+        """Raise ModelError, naming an adapter, unless there is room for all of these together."""
         used: dict[Path, int] = {}
         for adapter in adapters:
             for path, width in adapter.widths.items():
@@ -134,14 +132,14 @@ class AdapterBank:
                     )
 
     def has_room(self, adapter: LoadedAdapter) -> bool:
-        """Whether its columns are free now."""
+        """Whether there are free columns for the adapter."""
         return all(
             np.count_nonzero(self._halves[path].owners == _NOBODY) >= width
             for path, width in adapter.widths.items()
         )
 
     def free(self, number: int) -> None:
-        """No row asks for this adapter any more."""
+        """Free the columns of an adapter that no row uses any more."""
         for path, halves in self._halves.items():
             owners = np.where(halves.owners == number, _NOBODY, halves.owners)
             self._halves[path] = halves._replace(owners=owners)
@@ -168,7 +166,7 @@ class AdapterBank:
         return changed
 
     def _placed(self, path: Path, halves: _Halves) -> Adapters:
-        """On the device, or on those of the mesh. path: of the matrix."""
+        """Copy to the device, or to those of the mesh. path: of the matrix."""
         own = (*path[:-1], "adapters")
 
         def placed(name: str, array: np.ndarray) -> Array:
@@ -192,7 +190,7 @@ def load_adapters(
 ) -> tuple[AdapterBank, list[LoadedAdapter]]:
     """Have the model changed by the adapters in these folders, by name.
 
-    numbers: by which rows ask for them; None: from 1, in their order. The rest is as for
+    numbers: select them in rows; None: from 1, in order. The rest is as for
     `AdapterBank`. Raises ModelError, naming the adapter, for one that is not sound or does not fit.
     """
     bank = AdapterBank(config, dtype, mesh, room)
@@ -259,7 +257,7 @@ def _side_by_side(
 
 
 def _with_columns(halves: _Halves, number: int, a: np.ndarray, b: np.ndarray) -> _Halves:
-    """With an adapter in the first columns that are free, of which there are enough."""
+    """The halves with an adapter in the first free columns, of which there are enough."""
     new = _Halves(*(array.copy() for array in halves))
     at = np.flatnonzero(new.owners == _NOBODY)[: a.shape[1]]
     new.a[:, at], new.b[at], new.owners[at] = a, b, number

@@ -16,7 +16,7 @@ from jitney.engine.core.weights.stored_matrix import StoredMatrix
 
 
 class Checkpoint(Protocol):
-    """A file or folder of named tensors, of which no more is read than is asked for."""
+    """A file or folder of named tensors, which are read on demand."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
@@ -31,7 +31,7 @@ class Checkpoint(Protocol):
         ...
 
     def matrix(self, name: str) -> StoredMatrix | None:
-        """A matrix as it is stored, if that is one of our schemes."""
+        """A matrix as stored, if that is a supported scheme; else None."""
         ...
 
 
@@ -55,7 +55,7 @@ def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
     packing = read_packing(read_json(Path(source.path), "config.json"))
     if packing is None or packing.method == "mxfp4":
         return PlainFolder(source.path, unread=weights.ignored, part=weights.part)
-    # Its formats are loaded for such a folder alone.
+    # Imported here: only such folders need it.
     from jitney.engine.core.weights.quantised_folder import QuantisedFolder
 
     return QuantisedFolder(source.path, packing, weights.pieces, weights.part)

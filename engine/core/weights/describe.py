@@ -63,7 +63,7 @@ def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCos
 
 
 def _stored_bytes(linears: Iterable[Linear]) -> int:
-    """Bytes of matrices with all that belongs to them, but for biases."""
+    """Bytes of matrices with their scales, without biases."""
     return sum(array.nbytes for linear in linears for array in linear.packed if array is not None)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files whose tensors go by the names and shapes that weights are made of.
+"""GGUF files with tensors under the names and shapes of the weight map.
 
 llama.cpp stores the matrices of all experts in one tensor, [X, O, I]: here each goes by a name of
 its own, `ffn_up_exps.3.weight` [O, I]. Small tensors that it lays out otherwise than Hugging Face's
@@ -25,8 +25,8 @@ from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.slices import DecodedTensor, Sliceable
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 
-#: Block formats of GGUF that need not become floats: inputs of a block, its bytes, and what lays
-#: them out.
+#: Block formats of GGUF that are kept quantised: inputs per block, bytes per block, layout
+#: function.
 _FORMATS = {
     "Q4_0": (32, 18, repack.q4_0),
     "Q4_1": (32, 20, repack.q4_1),
@@ -40,7 +40,7 @@ _STACK = re.compile(r"(.+\.ffn_)(gate|up|down|gate_up)_exps\.(weight|bias)")
 
 
 class _Layout(NamedTuple):
-    """How a small tensor becomes that of Hugging Face's folders."""
+    """Conversion of a small tensor to the layout of Hugging Face's folders."""
 
     #: Numbers of axes of what is stored.
     axes: tuple[int, ...]
@@ -76,7 +76,7 @@ _KEYS, _VALUES, _BOTH = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight"
 
 @dataclass(frozen=True)
 class _LaidOut:
-    """A tensor that is laid out otherwise, and is read as a whole."""
+    """A tensor with another layout, which is read as a whole."""
 
     shape: Shape
     read: Callable[[], np.ndarray]

@@ -49,9 +49,9 @@ type _Arrays = dict[Path, Array]
 class WeightStorage:
     """How matrices are stored on the device."""
 
-    #: What floats are rounded to, one of Packed.schemes.
+    #: Scheme that floats are rounded to, one of Packed.schemes.
     scheme: str = "plain"
-    #: Schemes in which a matrix of the checkpoint is taken as it is, number for number.
+    #: Schemes in which matrices of a checkpoint are kept exactly.
     as_stored: frozenset[str] = frozenset()
 
     @classmethod
@@ -104,13 +104,13 @@ def load_model(
     declared = nnx.state(abstract_model(own, dtype=dtype))
     dtypes = {path: leaf.dtype for path, leaf in _flat_leaves(declared)}
     arrays: _Arrays = {}
-    # Bytes of a weight are taken to be its share of the numbers of all.
+    # A weight's bytes are estimated by its share of all numbers.
     counts = [_count(target, checkpoint.shapes) for target in weights.targets]
     numbers, total, done = sum(counts), checkpoint.stored_bytes, 0
     progress("weights", 0, total, "")
     for target, count in zip(weights.targets, counts, strict=True):
         placed = loader.arrays(target, dtypes[target.path])
-        # Copies and rounding go on by themselves, and would keep one weight while the next is read.
+        # Copies and rounding are asynchronous, and would hold one weight while the next is read.
         jax.block_until_ready(placed)
         arrays |= placed
         done += count
@@ -171,7 +171,7 @@ def _store_alike(model: Model, weights: WeightMap, loader: _Loader, dtype: DType
 
 @dataclass(frozen=True)
 class _Loader:
-    """Where weights come from, and how and where they are stored."""
+    """Loads weights: source, storage scheme and devices."""
 
     checkpoint: Checkpoint
     storage: WeightStorage
@@ -225,7 +225,7 @@ class _Loader:
         return {name: shares.join(name, [own[name] for own in finished]) for name in finished[0]}
 
     def _finish(self, target: Target, dtype: DTypeLike, inputs: int) -> _Finish:
-        """How floats become this weight; inputs: of the whole matrix."""
+        """The conversion from floats to this weight; inputs: of the whole matrix."""
         path, scheme, shares = target.path, self.storage.scheme, self.shares
         work = _Finish(jnp.dtype(dtype), target.transpose, target.offset)
         if path[-1] != "kernel" or scheme == "plain":
@@ -239,7 +239,7 @@ class _Loader:
 
 
 def _sliced(checkpoint: Checkpoint, piece: Piece) -> Sliceable:
-    """A tensor as floats, its rows and columns in our order, left in its file where that can be."""
+    """A tensor as floats with rows and columns in the model's order, read lazily if possible."""
     stored = checkpoint.sliced(piece.name)
     order = piece.order
     if order is not None:
@@ -283,7 +283,7 @@ def _in_shares(path: Path, matrices: list[StoredMatrix], shares: Shares) -> _Arr
 
 
 def _laid_out(parts: tuple[_Part, ...], shares: Shares) -> list[Packed]:
-    """A part for each of this host's devices, all of one size, laid out there."""
+    """Lay out a part of equal size on each of this host's devices."""
     devices = [shares.mesh.devices.flat[number] for number in shares.own_numbers]
     read = [
         jax.device_put(part.matrix.read(part.matrix.span(part.outputs), part.inputs), device)
@@ -358,7 +358,7 @@ def _fuse(parts: list[Array], *, dtype: np.dtype, transpose: bool, offset: float
 
 @dataclass(frozen=True)
 class _Finish:
-    """From a device's share of a tensor as it is stored to what the model holds of it."""
+    """Converts a device's share of a stored tensor to the model's form."""
 
     dtype: np.dtype
     #: [O, I] becomes [I, O].
@@ -399,7 +399,7 @@ def _most_elsewhere(path: Path, stored: Sliceable, shares: Shares) -> np.ndarray
     """The greatest magnitude of each output among inputs of other hosts, float32 [groups, O], or
     None.
 
-    Read here too, share by share: a collective would make hosts load at one pace.
+    Each host reads them itself, since a collective would make all hosts wait for each other.
     """
     most = None
     n_groups = shares.mesh.size // shares.input_shards(path)

@@ -45,8 +45,7 @@ _MARGINS = {jnp.dtype(jnp.int8): 1.1, jnp.dtype(jnp.float8_e4m3fn): 2.0}
 _MOST_TOKENS, _PAGE = 512, 16
 #: Compute capability from which NVIDIA GPUs convert fp8.
 _FP8_CAPABILITY = 8.9
-#: Read once to see how large keys and values become: prose, numbers, code and a list, as prompts
-#: have them.
+#: Calibration text for the largest keys and values: prose, numbers, code and a list.
 _TEXT = """The ferry leaves the old harbour at seven, turns north past the lighthouse and reaches the island in about
 forty minutes, if the wind is kind. On board there is coffee, a shelf of borrowed paperbacks and, most days, a dog.
 "Do you come here often?" asked the man with the green umbrella. She laughed. "Every Tuesday, for eleven years!"
@@ -102,7 +101,7 @@ def load_kv_scales(
 
 
 def _placed(scales: _Layers, source: ModelSource, mesh: Mesh | None) -> _Layers:
-    """On the devices that hold the layers."""
+    """Copy scales to the devices that hold the layers."""
     if mesh is None:
         return scales
     place = Shares(source.config, mesh).place

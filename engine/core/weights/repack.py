@@ -1,4 +1,4 @@
-"""From the bits of quantised checkpoints to `Packed`, number for number, on the device.
+"""Converts quantised checkpoints to `Packed` exactly, on the device.
 
 A matrix has O outputs and I inputs. 4-bit codes are regrouped for `jitney.kernels.int4.Int4`: row r
 of a group of R inputs holds inputs r and r + R // 2.

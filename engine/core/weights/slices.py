@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint of which a part can be had without reading the rest."""
+"""Tensors of a checkpoint that can be read in parts."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Stacked:
 
 
 def _concatenated(pieces: list[np.ndarray]) -> np.ndarray:
-    """No copy of a single one."""
+    """Concatenate pieces; a single one is not copied."""
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces)

@@ -17,9 +17,9 @@ from jax import Array
 from jitney.engine.core.models.quantization import Packed, widened
 from jitney.engine.core.weights.slices import Sliceable
 
-#: What `StoredMatrix.read` brings of each tensor.
+#: Result of `StoredMatrix.read`: a window of each tensor.
 type Tensors = tuple[np.ndarray, ...]
-#: The same on the device, and where the part begins.
+#: The same on the device, and the beginning of the part.
 type _Read = tuple[tuple[Array, ...], Array]
 
 

@@ -18,10 +18,10 @@ from jitney.engine.core.weights.checkpoints.names import long_name
 from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
-#: What a tensor is called: of which module of the model, and which half of its product.
+#: Name of a tensor: the module of the model, and the half (A or B) of the product.
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 _HALVES = frozenset("AB")
-#: The largest float16: an adapter whose numbers or whose scale are larger has been damaged.
+#: The largest float16; larger numbers or scales mean that an adapter is damaged.
 _LARGEST = 65504.0
 _LARGEST_RANK = 1 << 16
 
@@ -31,17 +31,17 @@ class _AdapterConfig(msgspec.Struct):
 
     #: Columns of A, and rows of B.
     r: int
-    #: What the change is multiplied with, before it is divided.
+    #: Numerator of the scale.
     lora_alpha: float
     peft_type: str = ""
     #: The scale is alpha / sqrt(r), not alpha / r.
     use_rslora: bool = False
-    # What would make it another method; none is served.
+    # Options of other methods, which are not supported.
     use_dora: bool = False
     fan_in_fan_out: bool = False
     bias: str = "none"
     modules_to_save: list[str] | None = None
-    #: Ranks and alphas of single modules; none is served but an empty one.
+    #: Ranks and alphas of single modules; must be empty.
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
 
@@ -50,7 +50,7 @@ class _AdapterConfig(msgspec.Struct):
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def check(self) -> None:
-        """Raises ModelError naming what is not served."""
+        """Raise ModelError naming an unsupported option."""
         if self.peft_type != "LORA":
             raise ModelError(f"peft_type is {self.peft_type or 'not given'}; only LORA is served")
         if not 1 <= self.r <= _LARGEST_RANK:
@@ -74,9 +74,9 @@ class _AdapterConfig(msgspec.Struct):
 class Adapter:
     """One adapter's change of a model's matrices."""
 
-    #: By what requests ask for it.
+    #: Its name in requests.
     name: str
-    #: Of every product.
+    #: Scale of every product.
     scale: float
     tensors: SafetensorsFolder
     #: The name in the model of each matrix that it changes, such as model.layers.0.mlp.down_proj ->
@@ -114,8 +114,8 @@ class Adapter:
         return self.tensors.read(name).astype(np.float32)
 
     def _check_numbers(self, module: str, half: str, values: np.ndarray) -> None:
-        """Raises ModelError for one that is not finite: every row meets all adapters, and 0 times
-        NaN is NaN in the rows of all others.
+        """Raise ModelError for numbers that are not finite: every row is multiplied with all
+        adapters, masked by 0, and 0 times NaN is NaN.
         """
         if not (np.abs(values) <= _LARGEST).all():
             raise ModelError(
@@ -125,8 +125,8 @@ class Adapter:
 
 
 def stamp_of(folder: str) -> tuple[int, ...]:
-    """Numbers that change when a file of an adapter does, or when another takes its place; none
-    where a file is not there.
+    """Numbers that change when a file of an adapter changes or is replaced; none for missing
+    files.
     """
     numbers: list[int] = []
     for name in (_CONFIG, _TENSORS):

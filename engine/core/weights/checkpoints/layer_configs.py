@@ -9,11 +9,11 @@ from typing import Literal
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import Pooling
 
-#: The parts of a weight of a recurrent layer, one behind the other: how many heads each has, which
-#: devices share out, and how many numbers of each head.
+#: The consecutive parts of a weight of a recurrent layer: (heads, numbers per head). Devices split
+#: the heads.
 type Parts = tuple[tuple[int, int], ...]
-#: Rows of an expert's block at least, as many as the units of GPUs, TPUs and AMX multiply at once;
-#: and at most, where each expert has many rows and is read once for every block.
+#: Least rows of an expert's block (the units of GPUs, TPUs and AMX multiply as many at once), and
+#: most rows, for experts with many rows: an expert is read once per block.
 _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
 
 
@@ -29,9 +29,9 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "factors", "longrope", "proportional"]
-    #: What frequencies are divided by.
+    #: Divisor of the frequencies.
     factor: float = 1.0
-    #: All but linear and factors: tokens of the context that the model was trained with first.
+    #: Except for linear and factors: the original context in tokens.
     original_context: int = 0
     #: llama3: turns in that context under which a frequency is divided, and over which it is kept.
     low_freq_factor: float = 1.0
@@ -62,7 +62,7 @@ class RopeConfig:
     #: Base of the frequencies, theta ** (-2 i / dims); and how they differ from those.
     theta: float = 10000.0
     scaling: RopeScaling | None = None
-    #: Numbers of a head that are rotated, the first ones of a checkpoint's; 0: all.
+    #: Rotated numbers of a head, the first ones in a checkpoint; 0: all.
     dims: int = 0
     #: Rotated queries are multiplied by 1 + beta * log(1 + position // query_context).
     query_beta: float = 0.0
@@ -71,37 +71,36 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A feed-forward that is a mixture: of many alike, each token goes through a few."""
+    """A mixture of experts: each token passes through a few of many feed-forwards."""
 
     n_experts: int
-    #: Of them, those that a token goes through.
+    #: Experts per token.
     n_chosen: int
-    #: The weights of the chosen ones add up to 1; else they are shares of all.
+    #: Whether the shares of the chosen experts add up to 1; else those of all experts do.
     renormalised: bool
-    #: Groups that an engine's devices are in, if the model is split over several: each holds whole
-    #: experts of its own, of which its devices have a share each.
+    #: Groups of an engine's devices, if the model is split: each group holds whole experts, which
+    #: its devices split.
     groups: int = 1
-    #: Engines that the experts are dealt out to, and that run their steps together.
+    #: Engines that share the experts and run their steps together.
     engines: int = 1
     #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
     held: int = 0
-    #: Columns of one more expert, which every token goes through; 0: none.
+    #: Columns of a shared expert, which every token passes through; 0: none.
     shared_size: int = 0
-    #: That expert has a gate of its own, the sigmoid of one more column of the router.
+    #: Whether the shared expert has a gate: the sigmoid of a further column of the router.
     shared_gate: bool = True
-    #: What the router's numbers become before experts are chosen: shares of 1, or each for itself
-    #: a number from 0 to 1.
+    #: Function of the router's numbers before experts are chosen: softmax, or sigmoid.
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    #: Experts are chosen by these plus a number of each expert's own, which no share has.
+    #: Whether each expert has a bias that affects the choice and not the shares.
     choice_bias: bool = False
-    #: Experts stand in so many equal clusters, and those of a token are of a few of them: those
-    #: whose best so many experts have the greatest sum.
+    #: Number of equal clusters of experts; number of clusters that a token's experts are from;
+    #: number of best experts whose sum ranks the clusters.
     clusters: int = 1
     chosen_clusters: int = 1
     cluster_best: int = 2
-    #: Factor of the shares, also of those that add up to 1.
+    #: Factor of the shares.
     share_factor: float = 1.0
-    #: Layers with one feed-forward for every token in place of a mixture, and its columns.
+    #: Layers with a dense feed-forward instead of a mixture, and its columns.
     dense_layers: frozenset[int] = frozenset()
     dense_size: int = 0
 
@@ -123,7 +122,7 @@ class ExpertsConfig:
 
     @property
     def own(self) -> int:
-        """Experts whose weights, or a share of them, the model has."""
+        """Number of experts of which the model holds weights."""
         return self.held or self.n_experts
 
     @property
@@ -160,9 +159,9 @@ class LatentConfig:
     rotated_dim: int
     #: V: numbers of a head's value.
     value_dim: int
-    #: C: numbers of the rows that queries are products of; 0: they are products of hidden rows.
+    #: C: rank of the queries' latent; 0: queries are projections of hidden rows.
     query_rank: int = 0
-    #: Rows that are rotated are stored as pairs (2j, 2j + 1).
+    #: Whether rotated rows are stored as pairs (2j, 2j + 1).
     paired: bool = True
 
     @property
@@ -181,11 +180,11 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Layers that keep a state in a slot in place of pages, see `jitney.kernels.delta_net`."""
+    """Layers with a state per slot instead of pages, see `jitney.kernels.delta_net`."""
 
     #: Which layers, by number.
     layers: frozenset[int]
-    #: G and H: value heads share key heads as query heads do.
+    #: G and H: key and value heads; value heads share key heads, like query heads in attention.
     key_heads: int
     value_heads: int
     #: D and V.
@@ -255,7 +254,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """Layers that keep the last inputs of a convolution in a slot in place of pages."""
+    """Layers with the last inputs of a convolution per slot instead of pages."""
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -294,7 +293,7 @@ class MambaConfig:
 
     #: Which layers, by number.
     layers: frozenset[int]
-    #: G and H: heads of a group share what writes and what reads their memory.
+    #: G and H: groups and heads; heads of a group share the inputs B and C of the state.
     groups: int
     heads: int
     #: V and D: numbers of a head, and of the state of each of them.
@@ -372,8 +371,8 @@ class MambaConfig:
 
 @dataclass(frozen=True, slots=True)
 class FullHeads:
-    """Key and value heads of the layers that see all positions, where those have others than layers
-    with a window.
+    """Key and value heads of layers without a window, if they differ from those of layers with
+    one.
     """
 
     #: K and D.
@@ -385,9 +384,9 @@ class FullHeads:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep keys and values of the same positions, in pages of their own."""
+    """Layers that store keys and values of the same positions, in pages of their own."""
 
-    #: Positions that each of them sees, the newest; 0: all.
+    #: Window of these layers in positions; 0: all positions.
     window: int
     #: Their numbers.
     layers: tuple[int, ...]
@@ -401,9 +400,9 @@ class Eagle3Config:
     vocab_size: int
     #: E of the model that it drafts for.
     target_size: int
-    #: Layers of that model, of which it reads what goes in.
+    #: Layers of that model whose inputs it reads.
     layers: tuple[int, ...]
-    #: Attention's output is added to the normed hidden state, not to the one before the norm.
+    #: Whether attention's output is added to the normed hidden state instead of the plain one.
     adds_to_normed: bool
     #: The beginning of the names of its layer's tensors.
     prefix: str
@@ -418,11 +417,11 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Parts of an encoder beside its layers; each text is computed in one step, and nothing is
-    kept.
+    """Parts of an encoder beside its layers; each text is computed in one step, without a KV
+    cache.
     """
 
-    #: What becomes of a text: a vector by cls or mean, or by classify the logit of a pair of texts.
+    #: Pooling: a text's vector by cls or mean, or by classify the logit of a pair of texts.
     pooling: Pooling
     #: Rows of the table of segments (BERT's token types).
     token_types: int

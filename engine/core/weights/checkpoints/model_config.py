@@ -30,7 +30,7 @@ _INSTEAD = "run engines of their own behind one endpoint (jitney fleet serve)"
 class ModelConfig:
     """The shape of a model of any family."""
 
-    #: Class name in `config.json`; `jitney.engine.core.models.registry` knows who serves it.
+    #: Class name in `config.json`; `jitney.engine.core.models.registry` has the module for it.
     architecture: str
     #: V, rows of the embedding.
     vocab_size: int
@@ -44,89 +44,88 @@ class ModelConfig:
     head_dim: int
     #: Columns of the feed-forward; of a mixture: of each expert.
     intermediate_size: int
-    #: How many positions each layer sees, its own included; 0 is all of them.
+    #: Window of each layer in positions, its own included; 0: all.
     windows: tuple[int, ...]
     #: The most tokens of prompt and output together.
     context_length: int
-    #: Of each layer, or one for all; None: nothing is rotated.
+    #: Rotary positions of each layer, or of all; None: no rotation.
     ropes: tuple[RopeConfig | None, ...] = (RopeConfig(),)
-    #: Added to the mean square in every norm, of an encoder's to the variance.
+    #: Epsilon of the norms, added to the mean square (in encoders to the variance).
     rms_eps: float = 1e-6
-    #: The same of norms of what a layer's halves add; None: `rms_eps`.
+    #: Epsilon of the norms after attention and MLP; None: `rms_eps`.
     post_norm_eps: float | None = None
-    #: Norms take the mean away.
+    #: Whether norms subtract the mean (LayerNorm).
     centred_norms: bool = False
-    #: The weights of the norms stay in float32, whatever the dtype of the others.
+    #: Whether weights of norms stay in float32, whatever the dtype of the others.
     float32_norms: bool = False
-    #: The embedding serves as the output head.
+    #: Whether the embedding serves as the output head.
     tie_embeddings: bool = False
     #: Whether the products of attention (its inputs, its output) and of the MLP add a bias; of a
     #: mixture, its router's and its experts'.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    #: Query and key heads are normed before they are rotated.
+    #: Whether query and key heads are normed before rotation.
     qk_norm: bool = False
-    #: Queries, and keys, are normed over all heads at once, before they are parted into heads.
+    #: Whether queries and keys are normed over all heads at once, instead of per head.
     wide_qk_norm: bool = False
-    #: Each head has a score of its own that joins the softmax of every row, and weighs no value.
+    #: Whether each head has a sink: a score that joins every softmax and weighs no value.
     attention_sinks: bool = False
-    #: What gates the MLP; of an encoder's, which has no gate, what it bends.
+    #: Activation of the MLP's gate (in encoders, which have no gate, of the MLP).
     activation: Activation = "silu"
     #: None: one feed-forward for every token.
     experts: ExpertsConfig | None = None
-    #: Layers that attend, or are recurrent, and have no feed-forward.
+    #: Layers without a feed-forward.
     bare_layers: frozenset[int] = frozenset()
-    #: Of a file with a layer for each half: their numbers there, of each layer; empty: a layer is
-    #: one there, too.
+    #: For files that store each half of a layer as a layer: the numbers of each layer's halves;
+    #: empty for other files.
     stored_halves: tuple[tuple[int, int], ...] = ()
-    #: Layers that do not attend, of one kind or the other; None: no such layers.
+    #: Recurrent layers of each kind; None: none of this kind.
     delta_net: DeltaNetConfig | None = None
     short_conv: ShortConvConfig | None = None
     mamba: MambaConfig | None = None
-    #: None: each token keeps keys and values of its own.
+    #: Latent attention; None: plain keys and values.
     latent: LatentConfig | None = None
-    #: What attention gives is multiplied by the sigmoid of a gate, as wide as the queries and
-    #: beside them in their projection.
+    #: Whether attention's output is multiplied by the sigmoid of a gate, which is as wide as the
+    #: queries and a part of their projection.
     attention_gate: bool = False
-    #: The gates of all heads stand behind all queries; else each stands behind its own.
+    #: Whether the gates of all heads follow all queries; else each gate follows its head's query.
     gates_apart: bool = False
-    #: Heads that a layer projects for each KV head: its key and its value; one that becomes both;
-    #: or none, where the layer reads the keys and values of another.
+    #: Projections of each layer per KV head: 2 (key and value), 1 (one that serves as both), or 0
+    #: (the layer reads another layer's keys and values).
     kv_projections: int = 2
-    #: Heads of layers that see all positions; None: they are like the others.
+    #: KV heads of layers without a window; None: as in other layers.
     full_heads: FullHeads | None = None
-    #: The last so many layers keep no keys and values: each reads those of the last layer before
-    #: them that sees as many positions.
+    #: Number of last layers without keys and values of their own: each reads those of the last
+    #: earlier layer with the same window.
     n_kv_readers: int = 0
-    #: Times as many columns of feed-forward as the other layers have these have.
+    #: Factor of the feed-forward's columns in these last layers.
     reader_width: int = 1
-    #: P: numbers of a token that each layer has of its own, beside those that it is told by the
-    #: layer before; 0: none.
+    #: P: size of the per-layer embedding of a token (Gemma's per-layer inputs); 0: none.
     layer_input_size: int = 0
-    #: None: a decoder.
+    #: Settings of an encoder; None: a decoder.
     encoder: EncoderConfig | None = None
-    #: Attention scores are divided by its root; None: by that of head_dim.
+    #: Attention scores are divided by the root of this; None: head_dim.
     query_scalar: float | None = None
-    #: Scores and logits are bent to stay within these, cap * tanh(x / cap); 0: they are not.
+    #: Soft caps of scores and logits, cap * tanh(x / cap); 0: none.
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
-    #: Factors of the embeddings, of what attention and MLP add to a row, and of logits.
+    #: Factors of the embeddings, of the outputs of attention and MLP, and of logits.
     embed_factor: float = 1.0
     residual_factor: float = 1.0
     logit_factor: float = 1.0
     #: Token that begins a text; None: none does.
     bos_id: int | None = None
-    #: Every token that ends a generation, from all files that name one.
+    #: All tokens that end a generation, from all files that name some.
     eos_ids: tuple[int, ...] = ()
-    #: Layers of the files behind the last, each of which predicts one token more (multi-token
-    #: prediction, arXiv 2412.19437); the first of them may draft, see `prediction_head`.
+    #: Number of further layers in the files, each of which predicts one more token (multi-token
+    #: prediction, arXiv 2412.19437); the first one may draft, see `prediction_head`.
     n_prediction_layers: int = 0
-    #: An EAGLE-3 head; and of the model that it drafts for, `Eagle3Config.layers`.
+    #: An EAGLE-3 head; and for the model that it drafts for, `Eagle3Config.layers`.
     eagle3: Eagle3Config | None = None
     noted_layers: tuple[int, ...] = ()
-    #: Among how many devices the model is split; heads and intermediate_size are then one
-    #: device's (see `local`).
+    #: Number of devices that the model is split over; heads and intermediate_size are then those of
+    #: one device (see `local`).
     shards: int = 1
 
     def __post_init__(self) -> None:
@@ -185,7 +184,9 @@ class ModelConfig:
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """For each layer the one whose keys and values it reads, most often itself."""
+        """For each layer the number of the layer whose keys and values it reads, usually its
+        own.
+        """
         first_reader = self.n_layers - self.n_kv_readers
         last = {self.windows[layer]: layer for layer in range(first_reader)}
         readers = self.windows[first_reader : self.n_layers]
@@ -207,12 +208,12 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> DeltaNetConfig | ShortConvConfig | MambaConfig | None:
-        """The layers that keep a state in place of pages."""
+        """The layers with a state instead of pages."""
         return self.delta_net or self.short_conv or self.mamba
 
     def by_layer(self, pool: Callable[[ModelConfig], Any], state: Any) -> list[Any]:
-        """State of each layer: a pool, made of its own configuration, the state of a recurrent
-        layer, or nothing.
+        """The state of each layer: pool(its configuration), the state of a recurrent layer, or
+        None.
         """
         states: list[Any] = [state if self.recurrent is not None else None] * self.n_layers
         for layer in self.pool_layers:
@@ -221,7 +222,7 @@ class ModelConfig:
 
     @property
     def n_pools(self) -> int:
-        """How many those are."""
+        """Number of pools."""
         return len(self.pool_layers)
 
     @property
@@ -235,13 +236,13 @@ class ModelConfig:
 
     @property
     def output_size(self) -> int:
-        """Tokens that a step chooses from: V; 1 of an encoder, which chooses none."""
+        """Number of tokens that a step chooses from: V; 1 for an encoder, which chooses none."""
         return self.vocab_size if self.encoder is None else 1
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers that keep keys and values, by how many positions they see, the most first. A
-        window as long as the context is none.
+        """The layers with keys and values, grouped by window, the largest first. A window as long
+        as the context counts as none.
         """
         layers: dict[int, list[int]] = {}
         for layer in self.pool_layers:
@@ -272,12 +273,12 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Numbers of what is rotated: a head, or the part of one beside latents."""
+        """Size of a rotated vector: a head, or the rotated part of a latent head."""
         return self.head_dim if self.latent is None else self.latent.rotated_dim
 
     @property
     def value_dim(self) -> int:
-        """Numbers of a key in the pool that serve as its value; 0: it has one of its own."""
+        """Numbers of a stored key that serve as its value; 0: values are stored separately."""
         return 0 if self.latent is None else self.latent.rank
 
     @property
@@ -349,7 +350,7 @@ class ModelConfig:
         )
 
     def with_ends(self, *ids: int) -> ModelConfig:
-        """And these tokens end a generation, too."""
+        """The model with further end tokens."""
         return replace(self, eos_ids=tuple(dict.fromkeys((*self.eos_ids, *ids))))
 
     def in_groups(self, groups: int, engines: int = 1) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up each of our weights; jax-free.
+"""The mapping from the tensors of a checkpoint to the model's weights; jax-free.
 
 Checkpoints store each projection as [O, I]; ours are fused and stored as [I, O].
 """
@@ -30,7 +30,7 @@ type Path = tuple[str | int, ...]
 _TABLES = ("embed", "lm_head")
 #: Matrices of a feed-forward.
 _GATED = ("gate", "up", "down")
-#: How many tensors of each fault are named before the rest are only counted.
+#: Most tensors of each fault that are named; the rest are counted.
 _NAMED_AT_MOST = 10
 
 
@@ -41,18 +41,18 @@ class Piece:
     name: str
     #: Row-major, as stored.
     shape: tuple[int, ...]
-    #: Its first rows are those of so many heads.
+    #: Number of heads that its first rows belong to.
     heads: int = 0
-    #: Which stored row of each of these heads stands where; empty: as stored.
+    #: Order of each head's rows: the stored row for each position; empty: as stored.
     head_order: tuple[int, ...] = ()
-    #: Stored rows of each head, of which head_order takes some; 0: it has all.
+    #: Stored rows per head, if head_order uses only some; 0: it uses all.
     head_rows: int = 0
-    #: Which stored column stands where; empty: as stored.
+    #: The stored column for each position; empty: as stored.
     column_order: tuple[int, ...] = ()
 
     @property
     def order(self) -> np.ndarray | None:
-        """Which stored row stands where, [rows]; None: as stored."""
+        """The stored row for each position, [rows]; None: as stored."""
         if not self.head_order or not self.heads:
             return None
         if self.head_rows:
@@ -66,8 +66,8 @@ class Piece:
 
 
 def head_order(config: ModelConfig, layer: int, *, paired: bool) -> tuple[int, ...]:
-    """Which stored row of a query or key head stands where, so that pairs (j, j + D/2) are rotated;
-    empty: all as stored.
+    """The stored row for each row of a query or key head, so that pairs (j, j + D/2) are rotated;
+    empty: as stored.
 
     Hugging Face pairs (j, j + R/2) of the R rows that are rotated; paired: (2j, 2j + 1), as in
     llama.cpp's files of Llama. The others are pairs, too, whose angle is 0.
@@ -91,7 +91,7 @@ def head_order(config: ModelConfig, layer: int, *, paired: bool) -> tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One of our weights, and what it is made of."""
+    """A weight of the model, and the tensors that it is made of."""
 
     path: Path
     #: Stacked along their first axis.
@@ -104,13 +104,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """All weights of a model, and what they are made of."""
+    """All weights of a model, and the tensors that they are made of."""
 
     targets: tuple[Target, ...]
-    #: Endings of tensors of the checkpoint that hold nothing we need, and the beginning of such.
+    #: Suffixes and prefix of tensors that are not needed.
     ignored: tuple[str, ...]
     ignored_layer: str = ""
-    #: The beginning of these tensors, if they are not the model's but of a part of the checkpoint.
+    #: Prefix of these tensors, if they are only a part of the checkpoint.
     part: str = ""
 
     @classmethod
@@ -219,10 +219,10 @@ class WeightMap:
 class HeadNames(NamedTuple):
     """Names of a layer that predicts one token more, with `{i}` for its number."""
 
-    #: Of all its tensors, the beginning; and of those that any layer has.
+    #: Prefix of all its tensors, and of those that any layer has.
     part: str = "model.layers.{i}."
     layer: str = "model.layers.{i}."
-    #: The norm behind it, the matrix before it, and the norms of what that reads.
+    #: The norm after the layer, the matrix before it, and the norms of that matrix's inputs.
     norm: str = "model.layers.{i}.shared_head.norm"
     joint: str = "model.layers.{i}.eh_proj"
     embedding_norm: str = "model.layers.{i}.enorm"
@@ -234,10 +234,10 @@ class HeadNames(NamedTuple):
 
 
 _HEAD = HeadNames()
-#: Endings of the copies that such a layer's tensors may have of the embedding and the output head.
+#: Suffixes of copies of the embedding and the output head among such a layer's tensors.
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-#: Endings of tensors of an EAGLE-3 head that say nothing more: the tokens that it can draft, which
-#: d2t has, too, and copies of the model's.
+#: Suffixes of redundant tensors of an EAGLE-3 head: the tokens that it can draft, which d2t has
+#: too, and copies of the model's.
 _OF_TARGET = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
@@ -245,7 +245,7 @@ _OF_TARGET = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 class Dialect:
     """The names that a file format uses, without `.weight` or `.bias`."""
 
-    #: The embedding, the norm behind the last layer, and the output head.
+    #: The embedding, the norm after the last layer, and the output head.
     embed: str
     norm: str
     lm_head: str
@@ -254,7 +254,7 @@ class Dialect:
     #: Before attention and MLP; empty where there are none.
     attention_norm: str
     mlp_norm: str
-    #: Projections of attention: queries, keys, values, and the one behind it.
+    #: Projections of attention: queries, keys, values, output.
     q: str
     k: str
     v: str
@@ -280,10 +280,10 @@ class Dialect:
     delta_rates: str = ""
     #: What the names of a Mamba layer begin with.
     mamba: str = "mamba."
-    #: Norms of what attention and MLP give; empty where there are none.
+    #: Norms of the outputs of attention and MLP; empty: there are none.
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
-    #: The score of each head that no key has; a tensor's whole name.
+    #: The sinks of the heads; a complete tensor name.
     sinks: str = ""
     #: Of a mixture: the matrix that chooses, and those of one expert, with `{e}`.
     router: str = "mlp.gate"
@@ -295,20 +295,20 @@ class Dialect:
     shared: str = "mlp.shared_expert"
     shared_gate_up: str = ""
     shared_down: str = ""
-    #: A tensor's whole name: what each expert is chosen by, beside its score.
+    #: The biases of experts for the choice; a complete tensor name.
     choice_bias: str = "mlp.gate.e_score_correction_bias"
-    #: What the stored weights of norms lack.
+    #: Number to add to the stored weights of norms.
     norm_offset: float = 0.0
     #: Rotated rows of queries and keys are pairs (2j, 2j + 1), see `head_order`.
     paired_rows: bool = False
-    #: A layer behind the last one is a fault of the file, not one that predicts several tokens.
+    #: Whether a layer after the last one is an error instead of a multi-token prediction layer.
     reads_layers_behind: bool = True
     head: HeadNames = _HEAD
     #: What is called otherwise than in Hugging Face's folders of layers that only some models have:
     #: names there, behind the layer's -> these.
     others: Mapping[str, str] = field(default_factory=dict)
-    #: Value heads of a delta net are stored with the first one of every key head before the second
-    #: ones.
+    #: Whether value heads of a delta net are stored in turns: the first one of every key head, then
+    #: the second ones.
     tiled_values: bool = False
 
     def named(self, name: str) -> str:
@@ -544,7 +544,7 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
 def _latent_weights(
     config: ModelConfig, own: LatentConfig, names: Dialect, layer: int
 ) -> Iterator[Target]:
-    """Those of latent attention; rows that are rotated are brought into pairs (j, j + P/2)."""
+    """Weights of latent attention; rotated rows are reordered to pairs (j, j + P/2)."""
     size, heads = config.hidden_size, config.n_heads
 
     def named(name: str) -> str:
@@ -576,7 +576,7 @@ def _latent_weights(
 def _delta_net_weights(
     size: int, own: DeltaNetConfig, names: Dialect, layer: int
 ) -> Iterator[Target]:
-    """Those of a recurrent layer, but for the norms and the feed-forward; size: E."""
+    """Weights of a delta-net layer without norms and feed-forward; size: E."""
     of_layer = names.layer.format(i=layer)
 
     def named(name: str) -> str:
@@ -616,8 +616,8 @@ def _delta_net_weights(
 
 
 def _by_key_head(own: DeltaNetConfig, size: int) -> tuple[int, ...]:
-    """Which stored row stands where, so that value heads, each of so many rows, stand by their key
-    heads; stored are the first ones of all key heads, then the second ones. Empty: as stored.
+    """The stored row for each position that groups value heads (each of `size` rows) by key head;
+    stored are the first value heads of all key heads, then the second ones. Empty: as stored.
     """
     if own.value_heads == own.key_heads:
         return ()
@@ -663,8 +663,8 @@ def _mamba_weights(
 
 
 def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Which stored row stands where, so that each part's rows of all heads lie together; stored is
-    one head after the other, each with parts of these sizes.
+    """The stored row for each position that joins each part's rows of all heads; stored are the
+    heads one after the other, each with parts of these sizes.
     """
     rows = np.arange(heads * sum(sizes)).reshape(heads, -1)
     parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
@@ -672,8 +672,8 @@ def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
-    """Those of its feed-forward; of a layer without experts among layers with them its place is
-    that of an expert that all rows go through.
+    """Matrices of a layer's feed-forward. A dense layer among layers with experts stores it under
+    the names of a shared expert.
     """
     size, inner = config.hidden_size, config.of_layer(layer).intermediate_size
     prefix = names.prefix(config, layer, 1)
@@ -695,7 +695,7 @@ def _opening(prefix: str, fused: str, apart: tuple[str, str], inner: int) -> lis
 def _expert_matrices(
     config: ModelConfig, experts: ExpertsConfig, names: Dialect, layer: int
 ) -> Iterator[Target]:
-    """Those of a mixture: the router, and all experts' side by side."""
+    """Matrices of a mixture: the router, and those of all experts, stacked."""
     size, inner, n_experts = config.hidden_size, config.intermediate_size, experts.n_experts
     prefix, path = names.prefix(config, layer, 1), ("layers", layer, "mlp")
     router = [Piece(f"{prefix}{names.router}.weight", (n_experts, size))]

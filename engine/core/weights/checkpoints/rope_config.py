@@ -31,8 +31,8 @@ def hf_rope(fields: Fields, context: int, head_dim: int) -> RopeConfig:
 
 
 def hf_part_rope(fields: Fields, context: int, head_dim: int) -> RopeConfig:
-    """The rotation of the part of a head that is rotated whole, which is given for the head; what
-    share of a head it is says nothing more.
+    """The rotation of a head's rotated part (`head_dim`), all of which is rotated; the configured
+    share of a head is ignored.
     """
     settings = dict(_hf_settings(fields)) | {"partial_rotary_factor": 1.0}
     return _read_rope(settings, fields, context, head_dim)

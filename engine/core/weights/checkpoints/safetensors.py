@@ -20,14 +20,13 @@ from jitney.engine.core.weights.checkpoints.files import Shape, read_json, safe_
 from jitney.engine.core.weights.checkpoints.names import is_read, long_name
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Types whose values mean what they say; an 8-bit or packed tensor needs scales this engine does
-#: not apply.
+#: Types of plain numbers; 8-bit and packed tensors would need scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a tensor lies."""
+    """The place of a tensor."""
 
     path: Path
     #: That file, as the safetensors library opens it.
@@ -77,7 +76,7 @@ class SafetensorsFolder:
                 self._note(shard, name, file.get_slice(stored))
 
     def _note(self, shard: str, name: str, piece: Any) -> None:
-        """Its shape and dtype."""
+        """Note a tensor's shape and dtype."""
         self.shapes[name] = tuple(piece.get_shape())
         self.kinds[name] = piece.get_dtype()
         self._check_kind(shard, name)
@@ -86,7 +85,7 @@ class SafetensorsFolder:
             self.stored_bytes += math.prod(self.shapes[name]) * bits // 8
 
     def _check_kind(self, shard: str, name: str) -> None:
-        """ModelError unless it is one that is read."""
+        """Raise ModelError for a tensor with a dtype that is not read."""
         kind = self.kinds[name]
         if kind not in self.types and not name.endswith(self.unread):
             raise ModelError(
@@ -101,7 +100,7 @@ class SafetensorsFolder:
         return place.file.get_tensor(place.name)
 
     def _read_fp8(self, name: str) -> np.ndarray:
-        # safetensors 0.8 looks for numpy's own type of that name, which is not there.
+        # safetensors 0.8 fails here, as numpy has no type of that name.
         place = self.places[name]
         stored = _stored_bytes(place.path, place.name)
         return stored.view(ml_dtypes.float8_e4m3fn).reshape(self.shapes[name])

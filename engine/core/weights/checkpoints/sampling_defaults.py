@@ -43,7 +43,7 @@ _GGUF_NAMES = {
     "repetition_penalty": "penalty_repeat",
 }
 _GGUF_PREFIX = "general.sampling."
-#: Keys that ask for what is not done here -> the value that asks for nothing, as null does.
+#: Keys of unsupported options -> the neutral value, besides null.
 _HF_IGNORED: Mapping[str, JsonValue] = {
     "do_sample": True,
     "max_length": 20,
@@ -115,7 +115,7 @@ def _from_values(
     names: Mapping[str, str],
     ignored_keys: Mapping[str, JsonValue],
 ) -> _Defaults:
-    """The defaults among a file's values; what else they ask for is logged once."""
+    """The defaults among a file's values; unsupported options are logged once."""
     ignored = [
         name for name, neutral in ignored_keys.items() if values.get(name) not in (None, neutral)
     ]

@@ -43,7 +43,7 @@ from jitney.engine.core.weights.checkpoints.turn_ends import turn_ends
 _log = logging.getLogger("jitney.core")
 
 _DEFAULT_MODEL = "smollm2-135m"
-#: What its file says, for those who ask before it is fetched.
+#: Configuration of the default model, for use before it is fetched.
 _DEFAULT_CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=49152,
@@ -63,10 +63,10 @@ _DEFAULT_CONFIG = ModelConfig(
 )
 #: Adapters by name: their folders.
 _NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
-#: Files of a model folder that are read, or could be; others (README, images) are no part of it.
+#: Files of a model folder that are part of its identity; others (README, images) are not.
 _SUFFIXES = frozenset((".safetensors", ".json", ".jinja", ".model", ".txt"))
-#: Larger files are not read whole, which would take as long as loading them: their size counts, and
-#: so many blocks of so many bytes, evenly spread from the first byte to the last.
+#: Larger files are hashed by their size and this number of blocks of this size, evenly spread from
+#: the first byte to the last: reading all would take as long as loading.
 _WHOLE_BYTES = 16 << 20
 _BLOCKS, _BLOCK_BYTES = 64, 64 << 10
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -275,7 +275,7 @@ def _hf_source(folder: Path, name: str, weights: bool = True) -> ModelSource:
 
 
 def _encoder_of(folder: Path, encoder: EncoderConfig) -> EncoderConfig:
-    """With what files beside config.json say."""
+    """The encoder's settings with those of further files."""
     if encoder.pooling != "classify":
         return replace(encoder, pooling=read_pooling(folder))
     if encoder.token_types == 1:

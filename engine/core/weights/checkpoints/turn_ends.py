@@ -24,7 +24,7 @@ _TURN_ENDS = frozenset(
         "[EOT]",
     )
 )
-#: Texts of tokens that end a document, and a turn where the model has no token of its own for that.
+#: Texts of tokens that end a document, and a turn if the model has no token for that.
 _DOCUMENT_ENDS = frozenset(
     ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>")
 )

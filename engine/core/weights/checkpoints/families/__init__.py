@@ -1,4 +1,4 @@
-"""The families of models that are read, and what each adds to the common keys of its files.
+"""The supported families of models, and the reader of each one's configuration.
 
 To add one: its reader in a file beside this one, a `Family` in FAMILIES, and its module in
 `jitney.engine.core.models.registry`. Jax-free.
@@ -39,8 +39,8 @@ class Family:
     name: str
     #: The configuration in a config.json, but for `architecture`; raises ModelError.
     from_hf: Callable[[JsonObject], ModelConfig]
-    #: From the metadata of a GGUF file and what the common keys said; None: they are not read, or
-    #: go by another family's name.
+    #: From the metadata of a GGUF file and the common configuration; None: GGUF is not supported,
+    #: or such files have another family's name.
     from_gguf: Callable[[TensorFields, ModelConfig], ModelConfig] | None = None
     #: How its tiny random model differs from tiny.SMALLEST.
     tiny: JsonDict = field(default_factory=dict)
