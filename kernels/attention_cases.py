@@ -1,7 +1,7 @@
 """Batches on which attention is compared with its definition: every head size, group, window, cap
-and kind of pool that a kernel set must take.
+and kind of pool that a kernel set must support.
 
-One table: the tests interpret it, and `jitney bench device` runs it where the kernels will serve.
+Tests run the table in interpreters, and `jitney bench device` on the devices.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class AttentionCase:
     heads: tuple[int, int, int]  # query heads, key heads, head dim
     decode: tuple[int, ...] = ()
     prompts: tuple[tuple[int, int], ...] = ()
-    rows: int = 0  # T; 0: as many as there are
+    rows: int = 0  # T; 0: no padding
     seqs: int = 0  # S; 0: as many as there are
     page: int = 16  # tokens of a page
     pages: int = 32  # of each sequence's table
     window: int = 0  # positions that a row sees, its own included; 0: all
     softcap: float = 0.0  # of the scores; 0: none
-    sinks: bool = False  # a head has a score that no key has
+    sinks: bool = False  # whether heads have sinks
     dtype: str = "float32"  # of activations
     pool: str = "float32"  # dtype of the pool
     scales: str = "head"  # or "pool"; for a quantised pool
-    spare: int = 4  # free pages, the trash page one of them
+    spare: int = 4  # unused pages, the trash page included
     value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
 
     @property
@@ -46,9 +46,7 @@ class AttentionCase:
         return self.spare + sum(-(-length // self.page) for length in self.lens)
 
     def served_as(self, dtype: str) -> AttentionCase:
-        """The case as an engine of that dtype meets it: activations, and a pool of floats, have
-        it.
-        """
+        """The case for an engine of that dtype: activations and a pool of floats get it."""
         pool = dtype if self.pool == self.dtype else self.pool
         return replace(self, dtype=dtype, pool=pool)
 

@@ -1,5 +1,4 @@
-"""Definitions of all kernels in numpy: nothing here is compiled, so nothing is compiled
-wrongly.
+"""Definitions of all kernels in plain numpy, to compare compiled kernels with.
 
 Axes as in `jitney.kernels.interface`. Everything is float32, whatever the dtype of the inputs.
 """

@@ -17,7 +17,7 @@ from jitney.kernels.experts import UNGATED, ExpertBlocks, Stack
 from jitney.kernels.interface import ExpertProducts
 from jitney.kernels.proof_shapes import distance
 
-#: Blocks without rows behind those that have some.
+#: Empty blocks after those with rows.
 _EMPTY = 3
 
 
@@ -36,10 +36,10 @@ class ExpertCase:
     activation: str = "silu"
     dtype: str = "float32"  # of the activations
     biased: bool = False  # the products have biases
-    empty: bool = False  # no row goes anywhere
+    empty: bool = False  # no row is routed
 
     def errors(self, experts: ExpertProducts) -> Iterator[float]:
-        """How far the answers are from their definition, where rows stand."""
+        """Errors of the products at the places of rows."""
         inputs = _make_inputs(self)
         actual = jax.jit(experts, static_argnums=4)(
             inputs.x, inputs.opening, inputs.closing, inputs.blocks, self.activation
@@ -50,8 +50,8 @@ class ExpertCase:
         yield distance(np.asarray(actual)[inputs.real], expected[inputs.real])
 
 
-#: What tests interpret and a bench runs: sizes that are no whole tiles, both activations, every way
-#: to keep weights, blocks of few and of many rows.
+#: Cases of tests and the device bench: sizes that are no multiples of tiles, both activations, all
+#: formats of weights, blocks of few and of many rows.
 CASES = {
     "plain": ExpertCase(),
     "one row": ExpertCase(rows=1),
@@ -90,7 +90,7 @@ class _ExpertInputs:
 
     @property
     def real(self) -> np.ndarray:
-        """Places at which rows stand."""
+        """Places of blocks that have rows."""
         return np.flatnonzero(self.blocks.rows < len(self.x))
 
 

@@ -1,8 +1,8 @@
-"""Products of rows with the experts of a mixture, all blocks at once: what they are made of, and
-what they compute in plain jax.numpy.
+"""Products of rows with the experts of a mixture, all blocks at once: the data types, and the
+reference in plain jax.numpy.
 
 Axes: T rows, I inputs, O outputs, F an expert's feed-forward, E embed, X experts, N blocks, B rows
-of a block. A block is rows of one expert; a row stands in as many blocks as it goes through
+of a block. A block is a group of rows of one expert; a row is in one block of each of its
 experts.
 """
 
@@ -20,7 +20,7 @@ from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
 
 
 class Stack(NamedTuple):
-    """The matrices of all experts, one behind the other."""
+    """The stacked matrices of all experts."""
 
     #: [X, I, O]: bfloat16, float32, int8 or float8_e4m3fn; uint8 [X, I // 2, O]: MXFP4, each as
     #: `jitney.kernels.mxfp4` has it.
@@ -37,7 +37,7 @@ class Stack(NamedTuple):
 
 
 class ExpertBlocks(NamedTuple):
-    """Which rows meet which expert; int32."""
+    """The assignment of rows to experts, in blocks; int32."""
 
     #: [N * B]: the row at each place; T: padding, whose numbers are 0.
     rows: jax.Array
@@ -52,8 +52,7 @@ class ExpertBlocks(NamedTuple):
         return self.rows.shape[0] // self.experts.shape[0]
 
 
-#: gpt-oss's gates: what they and what they gate are clamped to, and the factor of a gate in its
-#: logistic function.
+#: gpt-oss's activation: bound of gates and ups, and the factor of a gate inside the sigmoid.
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 
@@ -62,8 +61,7 @@ def _clamped_silu(gates: jax.Array, ups: jax.Array) -> jax.Array:
     return gates * jax.nn.sigmoid(CLAMPED_SLOPE * gates) * (jnp.clip(ups, -CLAMP, CLAMP) + 1)
 
 
-#: What becomes of gates and of what they gate, by the activation's name; in all of them a gate is
-#: multiplied with the logistic function of something.
+#: Activation -> function of gates and ups; each multiplies a gate with a sigmoid.
 ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "silu": lambda gates, ups: jax.nn.silu(gates) * ups,
     "gelu_tanh": lambda gates, ups: jax.nn.gelu(gates, approximate=True) * ups,
@@ -71,7 +69,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
-#: What becomes of the outputs of what opens a feed-forward without gates.
+#: Activation of feed-forwards without gates -> function of the opening product.
 UNGATED: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu2": lambda ups: jnp.square(jax.nn.relu(ups)),
 }
@@ -86,8 +84,7 @@ def gate(y: jax.Array, dtype: DTypeLike, activation: str = "silu") -> jax.Array:
     """Gates and what they gate, the halves of [T, 2F] -> what the activation makes of them, [T, F]
     in `dtype`; of an activation without gates y is [T, F].
 
-    Parted before they are widened: XLA for TPUs would write all of them as float32, and then part
-    that.
+    The halves are split before widening: XLA for TPUs would write all of them as float32 first.
     """
     if activation in UNGATED:
         return UNGATED[activation](y.astype(jnp.float32)).astype(dtype)

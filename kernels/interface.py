@@ -36,23 +36,23 @@ class AttentionMeta(NamedTuple):
     page_table: jax.Array  # [S, P] physical pages in order, 0 = trash
     write_rows: jax.Array  # [T] flat KV row (page * page_size + offset); N * page_size = drop
     positions: jax.Array  # [T] absolute positions
-    #: [3] sequences that decode, sequences in all, token rows in all. [4]: and how many sequences
-    #: behind those that decode have rows that a CPU computes to the bits of decode rows.
+    #: [3]: decoding sequences, all sequences, all token rows. [4]: also the number of sequences
+    #: after the decoding ones whose rows a CPU computes bit for bit like decode rows.
     counts: jax.Array
-    #: [T] the adapter that changes the model for each row, from 1; 0: none. None where there are
-    #: none at all. Layers read it, no kernel does.
+    #: [T] adapter number of each row, from 1; 0: none. None: the model has no adapters. Read by
+    #: layers, not by kernels.
     adapted: jax.Array | None = None
-    #: [engines] counts[2] of each engine that shares this one's experts; None where none does.
-    #: Layers read it, too.
+    #: [engines] counts[2] of each engine that shares the experts; None: none does. Read by layers,
+    #: not by kernels.
     row_counts: jax.Array | None = None
-    #: Where recurrent layers find the state of sequences and leave it; None where all layers keep
-    #: pages.
+    #: Slots from which recurrent layers read the states of sequences and to which they write them;
+    #: None: all layers use pages.
     state: StateSlots | None = None
-    #: [T, P] numbers of the activations' dtype that the layer has of each row's token, beside the
-    #: row itself; None where layers have none of their own. Layers read it, no kernel does.
+    #: [T, P] per-layer embeddings of the rows' tokens, in the activations' dtype; None: the model
+    #: has none. Read by layers, not by kernels.
     layer_inputs: jax.Array | None = None
-    #: (page_table, write_rows) of each cache group but the first; empty: all layers share pages.
-    #: No kernel reads it.
+    #: (page_table, write_rows) of each cache group except the first; empty: all layers share pages.
+    #: Not read by kernels.
     other_groups: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
     def of_group(self, number: int) -> AttentionMeta:
@@ -77,8 +77,8 @@ class AttentionOptions(TypedDict, total=False):
     kv_scales: jax.Array | None
     #: float32 [H]: a score of each head that joins the softmax of every row and weighs no value.
     sinks: jax.Array | None
-    #: > 0: the first so many numbers of a key are its value, so the pool of plain floats has no
-    #: other, [N, page, K, D]; v is None, and o [T, H, value_dim].
+    #: > 0: the first `value_dim` numbers of a key are its value. The pool of plain floats has keys
+    #: only, [N, page, K, D]; v is None, and o is [T, H, value_dim].
     value_dim: int
 
 
@@ -144,7 +144,7 @@ class _Attend(Protocol):
 
 
 class Threshold(Protocol):
-    """Where top-k, then top-p of what it left, cut rows of logits."""
+    """Finds the threshold of logits for top-k, then top-p of the remaining ones."""
 
     def __call__(self, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
         """scaled float32 [S, V], greatest entry of each row 0; top_k int32 [S] (0: all), top_p
@@ -157,12 +157,12 @@ class Threshold(Protocol):
 
 
 class Pack(Protocol):
-    """Lays a matrix out once, when a model is loaded, for the `matmul` or `gated` of the same
+    """Packs a matrix once, when a model is loaded, for `matmul` or `gated` of the same kernel
     set.
     """
 
     def __call__(self, w: jax.Array, parts: int = 1) -> jax.Array:
-        """w [I, O] -> the same numbers in whatever shape the set multiplies fastest; parts = 2 for
+        """w [I, O] -> the same numbers in the layout that the set multiplies fastest; parts = 2 for
         `gated`.
         """
         ...
@@ -181,8 +181,8 @@ class _Product[W](Protocol):
 
 
 class _GatedProduct[W](Protocol):
-    """The product that opens an MLP, gated at once: its float32 sums are never written to memory if
-    that can be.
+    """The opening product of an MLP with its gate applied, if possible without writing the float32
+    sums to memory.
     """
 
     def __call__(self, x: jax.Array, w: W, /) -> jax.Array:
@@ -203,7 +203,7 @@ class _Norm(Protocol):
 
 
 class _NormSum(Protocol):
-    """The same norm of a sum, which the model goes on with as well."""
+    """The same norm of a sum; the sum is returned too."""
 
     def __call__(
         self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
@@ -221,7 +221,9 @@ class _Project(Protocol):
 
 
 class _PoolShape(Protocol):
-    """How a set wants the KV pool of one device to lie, where that is not [N, page, 2K, D]."""
+    """The layout of one device's KV pool, for kernel sets that need another than [N, page, 2K,
+    D].
+    """
 
     def __call__(
         self,
@@ -239,13 +241,13 @@ class _PoolShape(Protocol):
 
 
 def _bound(product: Callable[..., jax.Array], count: jax.Array) -> Any:
-    """A product that is told how many rows it has."""
+    """A product with the number of its rows bound to it."""
     return partial(product, count=count)
 
 
 @dataclass(frozen=True)
 class Int8Products:
-    """How a set multiplies weights in int8 where it rounds rows to int8 too."""
+    """Products of int8 weights with rows rounded to int8."""
 
     #: For both products: int8 [I, O] -> laid out, or as it is.
     pack: Pack
@@ -255,7 +257,7 @@ class Int8Products:
 
 @dataclass(frozen=True)
 class Fp8Products:
-    """How a set multiplies weights in fp8 where it rounds rows to fp8 too."""
+    """Products of fp8 weights with rows rounded to fp8."""
 
     #: float8_e4m3fn [I, O] -> [1, O, I]; or as it is, in sets that models are not laid out for.
     pack: Pack
@@ -264,7 +266,7 @@ class Fp8Products:
 
 @dataclass(frozen=True)
 class Mxfp4Products:
-    """How a set multiplies MXFP4 weights one matrix at a time."""
+    """Products of single matrices in MXFP4."""
 
     #: Lays a matrix out once, when a model is loaded, or leaves it as it is; takes `parts` as
     #: `Pack` does.
@@ -285,15 +287,15 @@ class ExpertProducts(Protocol):
         x's dtype, times the closing matrix, at each place of the blocks.
 
         Sums are float32; weights in 8 bits are widened to x's dtype on the way, and their scales
-        come after the sum, biases after these; MXFP4 is widened with its scales. What stands at
-        places of padding rows, and in blocks from the count on, is undefined, and may be no
-        number: it must not be read.
+        come after the sum, biases after these; MXFP4 is widened with its scales. Values at
+        places of padding rows, and in blocks from the count on, are undefined (maybe NaN) and must
+        not be read.
         """
         ...
 
 
 class DeltaNet(Protocol):
-    """A gated delta net between the products that open and close its layer, axes as in
+    """A gated delta net between the opening and closing products of its layer; axes as in
     `jitney.kernels.delta_net`; pure; the state is aliased to the returned one when donated.
     """
 
@@ -317,7 +319,7 @@ class DeltaNet(Protocol):
 
 
 class Mamba(Protocol):
-    """A layer of Mamba-2 between the product that opens it and its gates, as `DeltaNet`; see
+    """A layer of Mamba-2 between its opening product and its gates, like `DeltaNet`; see
     `jitney.kernels.mamba.mamba`.
     """
 
@@ -401,10 +403,10 @@ class Kernels(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class OneOf:
-    """A matrix among many alike that lie one behind the other, to be multiplied where it lies."""
+    """One matrix of a stack, multiplied in place without a copy."""
 
     matrices: jax.Array  # [X, ...], each as the kernel set laid it out
-    number: jax.Array  # int32, which of them
+    number: jax.Array  # int32, index in the stack
 
     @property
     def dtype(self) -> np.dtype:
@@ -420,7 +422,7 @@ class OneOf:
         return self.matrices.ndim - 1
 
     def apart(self) -> jax.Array:
-        """The one, copied."""
+        """A copy of the matrix."""
         return jax.lax.dynamic_index_in_dim(self.matrices, self.number, keepdims=False)
 
 
@@ -436,26 +438,26 @@ class KernelSet:
     and rotation to it, then calls `attend`.
     """
 
-    name: str  # as --kernels takes it
+    name: str  # value of --kernels
     paged_attention: _PagedAttention
-    #: None: the model norms and rotates, and XLA fuses it well enough.
+    #: None: the model norms and rotates, which XLA fuses well enough.
     rotate_and_write: RotateAndWrite | None
     attend: _Attend
     matmul_int4: _Product[Int4]
     #: None: the sampler's own search does better on this platform.
     threshold: Threshold | None
-    #: The norm of rows; that of a sum, with the sum.
+    #: The norm of rows; the norm of a sum, returned with the sum.
     rms_norm: _Norm
     norm_sum: _NormSum
     #: None: weights stay [I, O].
     pack: Pack | None
-    #: Products: of rows; of rows, gated; of rows with the head.
+    #: Products: plain; gated; with the output head.
     matmul: _Product[jax.Array]
     gated: _GatedProduct[jax.Array]
     project: _Project
     #: The choice of a mixture's experts.
     route: Route
-    #: What recurrent layers compute in place of attention.
+    #: Kernels of recurrent layers.
     delta_net: DeltaNet
     mamba: Mamba
     #: None: [N, page, 2K, D].
@@ -477,13 +479,13 @@ class KernelSet:
     #: None: the experts of a mixture are multiplied block after block, by the other products. Else
     #: they stay [X, I, O], but for those in int4, which are still multiplied so.
     experts: ExpertProducts | None = None
-    #: True where the gates of an MLP go through memory, since no kernel gates them at once: in the
-    #: activations' dtype then, half the bytes of float32.
+    #: True if gates of an MLP are written to memory, since no kernel applies them in the product:
+    #: they are in the activations' dtype, half the bytes of float32.
     narrow_gates: bool = False
-    #: True where a product of many rows that is summed over devices is computed in two halves of
-    #: its outputs: the first half's sum is on its way while the second is computed.
+    #: True if products of many rows that are summed over devices are computed in two halves of
+    #: their outputs, so that the first half is communicated while the second is computed.
     sums_in_halves: bool = False
-    #: True where a model adds up its layers' results in float32, whatever its activations are in.
+    #: True if a model adds up its layers' results in float32, whatever the activations' dtype.
     #: Rounded to bfloat16 behind each of 60 additions, log-probabilities of the default model are
     #: 0.092 from float32's (root mean square of the 20 likeliest), so 0.050.
     float32_residual: bool = False
@@ -492,18 +494,18 @@ class KernelSet:
     #: True where they also take `count`, int32: rows from there on are padding, and become 0 or
     #: what the others become. False where all rows of a shape are computed anyway.
     leaves_out_padding: bool = False
-    #: Seconds that this process has spent so far in the kernels of each part of a step, by the
-    #: part's name; None where they have no clocks.
+    #: Seconds that this process has spent in the kernels of each part of a step, by part; None: not
+    #: measured.
     part_seconds: Callable[[], Mapping[str, float]] | None = None
-    #: What the kernels were compiled for, where that is a choice: "avx512_bf16".
+    #: Instructions that the kernels were compiled for, if there are several: "avx512_bf16".
     instructions: str = ""
-    #: The set that serves if a kernel of this one is wrong and this one was not named; None: this
-    #: one, with the reference's in place of that kernel.
+    #: The set to use instead if a kernel of this one fails the proof and the user did not name it;
+    #: None: the reference replaces that kernel only.
     instead: KernelSet | None = None
 
     @property
     def label(self) -> str:
-        """The name with its instructions, as people read it: "native (avx512_bf16)"."""
+        """The name with its instructions, such as "native (avx512_bf16)"."""
         return f"{self.name} ({self.instructions})" if self.instructions else self.name
 
     def of_rows(self, count: jax.Array) -> KernelSet:

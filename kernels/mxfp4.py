@@ -1,4 +1,4 @@
-"""MXFP4 weights: how they lie in memory, and the product with them in plain jax.numpy.
+"""MXFP4 weights: memory layout, and the product with them in plain jax.numpy.
 
 A weight is a number of e2m1 (a sign, two bits of exponent, one of fraction) times a power of two
 that 32 inputs of an output share (OCP Microscaling Formats, version 1.0). So every weight is exact

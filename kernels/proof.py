@@ -1,15 +1,13 @@
-"""Proof at start: the kernels of a set are compared with what they should compute, where they run.
+"""Proof at the start: compares the kernels of a set with their definitions on the serving machine.
 
-A kernel that is right on the machine it was written on may be wrong on the next: a compiler took
-the same source for another CPU and dropped a store (docs/decisions). So each engine, before it
-says ready, gives every kernel that it will use random inputs of the shapes that it will serve, and
-compares the results with their definitions in numpy, which nothing compiles. A kernel that does not
-agree is replaced by the next set's, at last by the reference, or is an error at start if the user
-named the kernel set (`engine.core.executor.proving`).
+A kernel that is right on one machine may be wrong on another: a compiler once dropped a store for
+another CPU (docs/decisions). So before it is ready, each engine runs its kernels on random inputs
+in the served shapes and compares the results with definitions in numpy, which are not compiled. A
+wrong kernel is replaced by that of the next set, at last by the reference; if the user named the
+kernel set, it is an error at the start (`engine.core.executor.proving`).
 
 The error of a result is its largest distance from the definition, in units of the root mean square
-of the row that it stands in: a wrong head, page or column is an error of 0.5 and more, rounding to
-bfloat16 one of about 0.03.
+of its row: a wrong head, page or column gives 0.5 and more, rounding to bfloat16 about 0.03.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ _GATED_LIMIT = 0.25
 #: Largest share of a row's probability by which two ways to cut it may differ.
 _MASS_LIMIT = 1e-3
 
-#: What is proved -> the fields of a kernel set that fall with it.
+#: Proved kernel -> fields of the kernel set that are replaced if it is wrong.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "attention": ("paged_attention", "attend", "rotate_and_write", "pool_shape"),
     "norm": ("rms_norm", "norm_sum"),
-    # Those of the reference take no matrix among many.
+    # The reference's products do not accept a `OneOf`.
     "products": ("pack", "matmul", "gated", "takes_one_of", "leaves_out_padding"),
     "head": ("project",),
     "int4 product": ("matmul_int4", "gated_int4"),
@@ -84,7 +82,9 @@ class Proof:
 
     @classmethod
     def of_experts(cls, kernels: KernelSet, case: ExpertCase) -> Proof:
-        """As `of_attention`, products with experts; of a set that multiplies them all at once."""
+        """Like `of_attention`, for products with experts of a set that multiplies all blocks at
+        once.
+        """
         assert kernels.experts is not None
         at_once, limit = kernels.experts, _LIMITS[case.dtype]
         (proof,) = _judged("experts", limit, lambda: case.errors(at_once))
@@ -105,7 +105,7 @@ class Proof:
 def prove(kernels: KernelSet, shapes: ServedShapes) -> tuple[Proof, ...]:
     """Compare each kernel that is not the reference's own with its definition, on this device.
 
-    Never raises: a kernel that cannot be compiled or run is one that is not right.
+    Never raises: a kernel that cannot be compiled or run counts as wrong.
     """
     proofs = []
     started = time.perf_counter()
@@ -131,14 +131,14 @@ def _proved(kernel: str, kernels: KernelSet, shapes: ServedShapes) -> list[Proof
 def _compared(
     kernel: str, shapes: ServedShapes, compare: Callable[[], Iterator[float]]
 ) -> list[Proof]:
-    """The proof that comes of the errors; none if there are none."""
+    """The proof from the errors; none if there are none."""
     return _judged(kernel, _limit_for(kernel, shapes), compare)
 
 
 def _judged(kernel: str, limit: float, compare: Callable[[], Iterator[float]]) -> list[Proof]:
     try:
         errors = list(compare())
-    except Exception as error:  # whatever a compiler or a driver may raise
+    except Exception as error:  # compilers and drivers may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return [Proof(kernel, float("inf"), limit, reason)]
     if not errors:

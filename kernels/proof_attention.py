@@ -1,5 +1,5 @@
-"""Proof of attention, and of what norms, rotates and writes before it: made-up steps, compared with
-their definition."""
+"""Proof of attention, and of the kernel that norms, rotates and writes before it: random steps,
+compared with the definitions."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof_shapes import ServedShapes, distance
 from jitney.kernels.scales import limit_of
 
-#: Most sequences of a step whose contexts are long; the others have a page or two.
+#: Most sequences of a step with long contexts; the others have one or two pages.
 _LONG = 8
-#: Rows of prompts in a step, at most: more are more of the same tiles.
+#: Most prompt rows in a step: more would only repeat the same tiles.
 _PROMPT_ROWS = 256
-#: Rows of a prompt behind the longest context.
+#: Prompt rows after the longest context.
 _LATE_ROWS = 5
-#: Tokens, and at least pages, that long contexts share: of as many different ones as a context has
-#: the random numbers alone would take longer than a start may wait.
+#: Tokens, and least pages, that long contexts share: random numbers for completely different ones
+#: would take too long for a start.
 _SHARED, _SHARED_PAGES = 1024, 32
-#: Random numbers of a quantised pool: so many times their spread fills its range.
+#: Random numbers of a quantised pool: the pool's range is this multiple of their spread.
 _SPREADS = 8
 
 
 class _StepArrays(NamedTuple):
-    """Arrays of a step that a kernel is given."""
+    """The arrays of a step that are passed to a kernel."""
 
     q: Any  # [T, H, D]
     k: Any  # [T, K, D]
@@ -55,14 +55,14 @@ class _AttentionStep:
     """The attention's part of one step, in numpy."""
 
     arrays: _StepArrays
-    rows: int  # that are not padding, the first of the T
+    rows: int  # the first of the T rows, which are not padding
     limit: float  # greatest number of a pool of 8 bits, else 0
     key_heads: tuple[int, ...]  # those that are compared, and their query heads
 
 
 @dataclass
 class MetaBuilder:
-    """The metadata of a made-up step, sequence by sequence; axes as in `AttentionMeta`."""
+    """Builds the metadata of a random step, sequence by sequence; axes as in `AttentionMeta`."""
 
     kv_lens: np.ndarray
     cu_q: np.ndarray
@@ -126,7 +126,7 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
     seats and of all; for each kind of heads and each window. Of each of these kinds some with the
     longest contexts.
 
-    A set with `rotate_and_write` is asked for that and for `attend`, as models do.
+    For a set with `rotate_and_write`, that and `attend` are compared, as models call them.
     """
     for own in shapes.by_heads:
         yield from _errors_of_heads(kernels, own)
@@ -141,7 +141,7 @@ def _errors_of_heads(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
 
 
 def case_errors(kernels: KernelSet, case: AttentionCase) -> Iterator[float]:
-    """Errors of one made-up batch, in the dtypes that it names."""
+    """Errors of one batch, in its dtypes."""
     shapes = case.shapes()
     seqs = case.seqs or len(case.lens)
     rows = case.rows or sum(case.counts)
@@ -152,7 +152,7 @@ def case_errors(kernels: KernelSet, case: AttentionCase) -> Iterator[float]:
 def _errors_of(
     kernels: KernelSet, shapes: ServedShapes, steps: list[_AttentionStep]
 ) -> Iterator[float]:
-    """Errors of all steps for each window; of the last one where a kernel rotates and writes."""
+    """Errors of all steps for each window, and of rotation and writing in the last step."""
     writes = _writes(kernels, shapes)
     if not writes:
         yield from _rotation_errors(kernels, shapes, steps[-1])
@@ -312,9 +312,8 @@ def _mixed_step(shapes: ServedShapes, rows: int, seqs: int) -> _AttentionStep:
 
 
 def _long_steps(shapes: ServedShapes) -> list[_AttentionStep]:
-    """Steps of contexts that are longer than those of the others: the longest that is served, alone
-    and behind rows of a prompt, and its halves, since a kernel may cut a context in another way at
-    each power of two.
+    """Steps with longer contexts than the others: the longest that is served, alone and with prompt
+    rows, and its halves, since a kernel may split contexts differently at each power of two.
     """
     lengths = _long_lengths(shapes)
     if not lengths:

@@ -26,18 +26,18 @@ from jitney.kernels.w8a8 import Fp8, Int8
 #: Most columns of a matrix and rows of a table, but for a remainder (`_narrowed`): sixty vectors of
 #: 16, since tiles are chosen by divisors of up to six.
 _COLUMNS = 960
-#: Of the rows that are multiplied so many differ, and the others repeat them, which the definition
-#: then need not compute. A prime: no kernel takes that many rows at a time and confuses them.
+#: Number of different rows; the others repeat them, so that the definition computes fewer. A prime,
+#: so that the repetition does not coincide with the rows of a tile.
 _DIFFERENT_ROWS = 61
-#: Experts of a mixture.
+#: Most experts of a mixture that are proved.
 _EXPERTS = 4
-#: Random numbers that are made at a time: float32 that stay in a core's cache.
+#: Random numbers per piece: float32 that fit a core's cache.
 _PIECE = 1 << 16
 #: (top-k, top-p) at which the cut is compared; a k beyond the vocabulary is all of it.
 _CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (2000, 0.999))
 
 
-#: Rows that count, by all rows of a product.
+#: Number of rows of a product -> number of those that are not padding.
 type _Counts = dict[int, Any]
 
 
@@ -101,7 +101,7 @@ def _name_of_product(kernels: KernelSet, matrix: Matrix) -> str:
 
 @dataclass(frozen=True)
 class _Product:
-    """How a set multiplies with a matrix, and what should come of it."""
+    """A kernel set's product with a matrix, and its definition."""
 
     matrix: Matrix
     #: Lays the matrix out; None: it stays [I, O].
@@ -119,7 +119,7 @@ class _Product:
 
 
 def _product_of(kernels: KernelSet, matrix: Matrix) -> _Product:
-    """As models multiply with it; not int4."""
+    """The product that models use for a matrix, except int4."""
     match _name_of_product(kernels, matrix):
         case "mxfp4 product":
             return _in_mxfp4(kernels, matrix)
@@ -170,7 +170,7 @@ def _in_fp8(kernels: KernelSet, matrix: Matrix) -> _Product:
     products = kernels.fp8
     assert products is not None
     return _Product(
-        replace(matrix, gated=False),  # no set gates it at once
+        replace(matrix, gated=False),  # no set has a gated product for it
         products.pack,
         lambda x, w, scale: products.matmul(x, Fp8(w, scale), x.dtype),
         definitions.matmul_fp8,
@@ -372,14 +372,14 @@ def _one_by_one_errors(
 
 
 def _among(laid_out: Any, number: jax.Array) -> Any:
-    """A matrix among many that lie one behind the other."""
+    """One matrix of a stack."""
     if isinstance(laid_out, Mxfp4):
         return Mxfp4(*(OneOf(part, number) for part in laid_out))
     return OneOf(laid_out, number)
 
 
 def _number(w: Any, number: int) -> Any:
-    """The same, copied, of many as they come."""
+    """A copy of one matrix of unpacked ones."""
     return jax.tree.map(lambda many: many[number], w)
 
 

@@ -1,4 +1,4 @@
-"""Proof of the choice of a mixture's experts: made-up numbers of a router, compared with the
+"""Proof of the choice of a mixture's experts: random router outputs, compared with the
 definition.
 """
 
@@ -27,7 +27,7 @@ def routing_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     bias = rng.normal(0, 0.1, mixture.n_experts).astype(np.float32) if mixture.choice_bias else None
     factors = rng.uniform(0.5, 2, mixture.n_experts).astype(np.float32)
     for n_rows in dict.fromkeys((shapes.steps.decode[0], shapes.steps.decode[-1])):
-        # No two numbers of a row are nearly alike: rounding changes no choice.
+        # The numbers of a row are well apart, so that rounding changes no choice.
         ranks = rng.permuted(np.tile(np.arange(mixture.n_experts), (n_rows, 1)), axis=1)
         numbers = (8 / mixture.n_experts * ranks - 4).astype(np.float32)
         count = -(-3 * n_rows // 4)
@@ -56,7 +56,7 @@ def route_error(
 
 
 def _stands_right(actual: Routes, chosen: np.ndarray, n_rows: int) -> bool:
-    """Whether each row stands once in blocks of each of its experts, in order, and no other row."""
+    """Whether each row is once in a block of each of its experts, in order, and no other row is."""
     blocks, places = actual.blocks, actual.places
     nowhere = len(blocks.rows)
     standing = places[:, : len(chosen)].T

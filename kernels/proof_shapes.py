@@ -9,10 +9,10 @@ import numpy as np
 
 from jitney.kernels.routing import Mixture
 
-#: Rows of a product up to which each count is compared: more are more of the same tiles, and only
-#: the most of them are.
+#: Row counts of products up to this are all compared; of larger ones, which only repeat the same
+#: tiles, only the largest.
 _MOST_ROWS = 256
-#: Most rows of a product, as many as a CPU is given (`jitney.engine.lab.bench.sizes`).
+#: Most rows of a product on CPUs (`jitney.engine.lab.bench.sizes`).
 _LARGEST = 2048
 
 
@@ -23,7 +23,9 @@ class Matrix:
     size_in: int  # I
     size_out: int  # O
     scheme: str = "plain"  # how it is stored: plain, int8, fp8, int4 or mxfp4
-    gated: bool = False  # its product is gated at once where the set does that in its scheme
+    gated: bool = (
+        False  # whether its product is gated, if the set has a gated product for the scheme
+    )
     group: int = 0  # inputs per group of int4
 
 
@@ -81,9 +83,9 @@ class AttentionShapes:
     pages: int  # of a seat's table, P
     context: int  # tokens a sequence may have
     kv_dtype: str  # of the pool
-    sinks: bool = False  # a head has a score that no key has
+    sinks: bool = False  # whether heads have sinks
     value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
-    read_again: bool = False  # other layers attend to the same pool, and write nothing
+    read_again: bool = False  # whether other layers read the same pool without writing
 
     @property
     def pool_rows(self) -> int:

@@ -1,5 +1,5 @@
-"""Paged attention in plain jax.numpy: the CPU implementation, and the oracle the other kernels are
-tested against.
+"""The reference kernels in plain jax.numpy: they run on every platform, and tests compare the
+others with them.
 
 Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of pages with a dynamic trip
 count, so a step costs what its contexts need and never attends across sequences. Axes as in

@@ -1,5 +1,4 @@
-"""Which rows of a step go through which experts of a mixture, and in which blocks: in plain
-jax.numpy.
+"""Routing of a step's rows to the experts of a mixture, and their blocks, in plain jax.numpy.
 
 Axes: T rows, X experts, C those that a row goes through, N blocks, B rows of a block; see
 `jitney.kernels.experts`.
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 
 from jitney.kernels.experts import ExpertBlocks
 
-#: What shares are divided by, at least: those of sigmoids may all be 0.
+#: Least divisor of shares, since those of sigmoids may all be 0.
 LEAST_SUM = 1e-20
-#: Up to so many rows of a step are counted by a product of [T, T].
+#: Most rows of a step that are counted by a product with a [T, T] matrix.
 _MOST_ROWS_COUNTED = 1024
 
 
@@ -48,7 +47,7 @@ class Mixture(Protocol):
 
 
 class Routes(NamedTuple):
-    """Which rows go through which experts, in blocks; a pytree of arrays."""
+    """The assignment of rows to experts, in blocks; a pytree of arrays."""
 
     #: The rows at each place of the blocks, and the blocks' experts.
     blocks: ExpertBlocks

@@ -1,4 +1,4 @@
-"""Which kernel set serves a platform: chosen once, by name, and never replaced in silence."""
+"""Chooses the kernel set of a platform: once, by name, and never replaced without a message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FP8_SINCE = 89
 
 
 class ServedHeads(NamedTuple):
-    """Attention's heads, as far as kernels are chosen by them."""
+    """Facts about attention's heads that the choice of kernels depends on."""
 
     head_dim: int
     dtype: str  # of activations
@@ -39,7 +39,7 @@ class ServedHeads(NamedTuple):
 
 
 def reference() -> KernelSet:
-    """Plain jax.numpy; runs wherever XLA does."""
+    """The reference set in plain jax.numpy; runs on every platform of XLA."""
     from jitney.kernels import delta_net, int4, routing
     from jitney.kernels import reference as plain
 
@@ -90,10 +90,11 @@ def _as_it_is(w: jax.Array, parts: int = 1) -> jax.Array:
 
 
 def _native() -> KernelSet:
-    """Attention, norms and products, compiled from C++ for this CPU; the reference's for all else.
+    """The CPU set: attention, norms and products compiled from C++, and the reference's other
+    kernels.
 
-    Raises KernelError with the reason on another platform, on a CPU they are not for, and where
-    they are not compiled and no compiler is.
+    Raises KernelError with the reason on another platform, on an unsupported CPU, and if they are
+    not compiled and there is no compiler.
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
@@ -334,9 +335,8 @@ def _measured_best(kernels: KernelSet, heads: ServedHeads | None) -> KernelSet:
 
 
 def _best(platform: str) -> KernelSet:
-    """The platform's own set. On a CPU the reference stands in for it, with a warning that says
-    why; on a GPU or TPU, where it costs most of the speed that the device was bought for,
-    KernelError says how to choose it by hand."""
+    """The platform's own set. If it cannot run, a CPU uses the reference with a warning; on a GPU
+    or TPU, where the reference is very slow, KernelError says how to choose it explicitly."""
     try:
         return _KERNEL_SETS[_BEST.get(platform, "reference")]()
     except KernelError as error:

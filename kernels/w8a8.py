@@ -63,7 +63,7 @@ def round_to_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     wide = x.astype(jnp.float32)
     most = _greatest_of_rows(wide)
     codes = wide * (_GREATEST_FP8 / most)
-    # Multiplied, since XLA's division of one number and of eight differ in the last bit.
+    # Multiplied by the inverse: XLA's scalar and vector divisions differ in the last bit.
     return codes.astype(_FP8), most * (1 / _GREATEST_FP8)
 
 
@@ -73,7 +73,7 @@ def pack_fp8(w: jax.Array, parts: int = 1) -> jax.Array:
     fp8 units need operands with contiguous inputs; from [I, O] XLA would make a transposed copy in
     every step. The first axis marks a packed matrix.
     """
-    del parts  # gates are not multiplied at once
+    del parts  # this format has no gated product
     return w.T[None]
 
 

@@ -1,5 +1,5 @@
-"""Paged attention for CPUs: what `native/attention.cc` and `native/rotation.cc` serve, and what is
-the reference's.
+"""Paged attention for CPUs: calls `native/attention.cc` and `native/rotation.cc`, or the reference
+for unsupported shapes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jitney.kernels.cpu import library
 from jitney.kernels.cpu.norms import rms_norm
 from jitney.kernels.interface import AttentionMeta, AttentionOptions
 
-#: Numbers of a vector; a head is whole ones.
+#: Numbers per vector; heads must be multiples of it.
 _LANES = 16
-#: Of queries and pools.
+#: Supported dtypes of queries and pools.
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -46,8 +46,8 @@ def rotate_and_write(
 ) -> tuple[jax.Array, jax.Array]:
     """See `jitney.kernels.interface.RotateAndWrite`; norm and rotation each round to heads' dtype.
 
-    Heads and pool of one dtype, bfloat16 or float32, and D a multiple of 32; of the rest the
-    rotation is the reference's.
+    Heads and pool must have one dtype, bfloat16 or float32, and D must be a multiple of 32; else
+    the reference rotates.
     """
     n_rows, n_all, dim = heads.shape
     n_heads = n_all - kv.shape[2]
@@ -62,7 +62,7 @@ def rotate_and_write(
         jax.ShapeDtypeStruct((n_rows, n_heads, dim), heads.dtype),
         jax.ShapeDtypeStruct(kv.shape, kv.dtype),
     )
-    # The pool is written where it lies.
+    # The pool is updated in place.
     call = jax.ffi.ffi_call(target, shapes, input_output_aliases={6: 1})
     q, kv = call(heads, *rope, meta.write_rows, *(norms or (none, none)), kv, eps=np.float32(eps))
     return q, kv
@@ -71,7 +71,7 @@ def rotate_and_write(
 def _normed(
     heads: jax.Array, n_heads: int, norms: tuple[jax.Array, jax.Array], eps: float
 ) -> jax.Array:
-    """heads [T, H + 2K, D] with queries and keys behind their norms."""
+    """heads [T, H + 2K, D] with queries and keys normed."""
     n_kv = (heads.shape[1] - n_heads) // 2
     q, k, v = jnp.split(heads, [n_heads, n_heads + n_kv], axis=1)
     return jnp.concatenate([rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps), v], axis=1)

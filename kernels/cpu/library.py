@@ -1,4 +1,4 @@
-"""The compiled kernels of this CPU: which library serves, and what its custom calls are named."""
+"""The compiled kernels of this CPU: choice of the library, and names of its custom calls."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ _HANDLERS = (
 
 
 class NoLibrary(RuntimeError):
-    """No compiled kernels can run here; says why, and what to install."""
+    """No compiled kernels can run here; the message has the reason and what to install."""
 
 
 class _PanelLayout(NamedTuple):
-    """How weights lie in panels, as a library multiplies them."""
+    """The layout of weights in panels for a library."""
 
-    #: Neighbouring inputs of a column side by side, in bfloat16 (0: none are multiplied so) and in
-    #: int8.
+    #: Adjacent inputs of a column that are stored together, in bfloat16 (0: no panels) and in int8.
     bfloat16: int
     int8: int
     #: Most columns of a panel.
@@ -55,10 +54,10 @@ class _Library:
     #: The instructions it was compiled for, a name of `build.LEVELS`.
     level: str
     layout: _PanelLayout
-    #: XLA multiplies with AMX, and these kernels do not: their compiler is too old for it.
+    #: Whether XLA uses AMX and these kernels do not, since their compiler is too old.
     leaves_amx: bool = False
-    #: Seconds that the calls of each part of a step have taken since it was loaded, by the part's
-    #: name. Parts whose calls run beside each other add up to more than has passed.
+    #: Seconds of the calls of each part of a step since loading, by part. Parallel calls add up to
+    #: more than the elapsed time.
     part_seconds: Callable[[], dict[str, float]] = dict
 
     @property
@@ -74,17 +73,17 @@ class _Library:
 
     @property
     def packs(self) -> bool:
-        """Whether weights are laid out for these kernels: then every number of rows is theirs.
+        """Whether weights are packed for these kernels, which then multiply any number of rows.
 
-        Not where only XLA uses AMX, which multiplies 16 rows and more 1.5 to 5 times as fast: there
-        row counts choose.
+        False if only XLA uses AMX, which is 1.5 to 5 times as fast from 16 rows on: then the row
+        count decides.
         """
         return self.multiplies_pairs and not self.leaves_amx
 
 
 @cache
 def load() -> _Library:
-    """The library for this CPU, compiled first if it is not there or made of other sources.
+    """The library for this CPU, compiled first if it is missing or outdated.
 
     Raises NoLibrary.
     """
@@ -112,7 +111,7 @@ def _available(levels: Sequence[Level]) -> Level:
 
 
 def _compiled(level: Level) -> str:
-    """Compile a level if it is not current; why it cannot be, empty if it is there."""
+    """Compile a level if it is not current. Returns the reason of a failure, or ""."""
     if level.is_current:
         return ""
     try:

@@ -32,8 +32,8 @@ from jitney.kernels.interface import Int8Products, Mxfp4Products, OneOf
 from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
 from jitney.kernels.w8a8 import Int8
 
-#: Most rows that are multiplied with weights as they come, where this machine's steps were not
-#: asked: XLA packs such a matrix in each call, which for so few costs more than the product.
+#: Default of the most rows that these kernels multiply with unpacked weights: XLA packs such a
+#: matrix in each call, which costs more than the product for so few rows.
 USUAL_ROWS = 8
 #: Columns of the widest vector; rows of so many inputs are rounded to int8 at once.
 _LANES = 16
@@ -43,8 +43,8 @@ def pack(w: jax.Array, parts: int = 1) -> jax.Array:
     """w [I, O] -> panels [O / C, I / B, C, B] of C columns each, B neighbouring inputs side by
     side.
 
-    parts = 2: w is gates and what they gate, and a panel has C / 2 columns of each. As it is where
-    such elements are not multiplied.
+    parts = 2: w is gates and what they gate, and a panel has C / 2 columns of each. Unchanged if
+    the CPU does not multiply such elements.
     """
     native = library.load()
     if not native.packs or w.dtype != jnp.bfloat16:
@@ -53,8 +53,8 @@ def pack(w: jax.Array, parts: int = 1) -> jax.Array:
 
 
 def _in_panels(w: jax.Array, parts: int, beside: int) -> jax.Array:
-    """As `pack`; w as it is where its inputs are no whole elements, or its columns no whole
-    vectors.
+    """Like `pack`; w is unchanged if its inputs are no multiple of an element, or its columns no
+    multiple of a vector.
     """
     size_in, size_out = w.shape
     if size_in % beside or size_out % (_LANES * parts):
@@ -76,7 +76,7 @@ def _panel_vectors(size_out: int, parts: int) -> int:
 class _Products:
     """Products with weights and with the table of the output head."""
 
-    #: Most rows that are ours where weights are as they come; more are XLA's.
+    #: Most rows for these kernels with unpacked weights; XLA multiplies more.
     most_rows: int
 
     def matmul(
@@ -128,14 +128,14 @@ class _Products:
         return call(x if pairs else x.astype(jnp.float32), table)
 
     def _are_ours(self, x: jax.Array, w: jax.Array) -> bool:
-        """Few rows, and weights these kernels know how to widen."""
+        """Whether these kernels multiply: few rows, and a supported dtype of weights."""
         return 1 <= x.shape[0] <= self.most_rows and w.dtype in (jnp.bfloat16, jnp.float32)
 
 
 @cache
 def up_to(most_rows: int) -> _Products:
-    """Always the same object: bound methods of equal ones are not equal, and would compile a
-    step's layers again.
+    """The products for up to `most_rows` rows; cached, since bound methods of equal objects are not
+    equal and would compile a step's layers again.
     """
     return _Products(most_rows)
 
@@ -200,7 +200,7 @@ def _gated_int8(x: jax.Array, w: Int8, *, count: jax.Array | None = None) -> jax
 
 
 def _apart(w: Int8) -> Int8:
-    """With an array for a matrix among many."""
+    """The weights, with a copy in place of a `OneOf`."""
     if isinstance(w.kernel, OneOf):
         return Int8(w.kernel.apart(), w.scale)
     return w
@@ -228,7 +228,7 @@ def _pack_mxfp4(w: Mxfp4, parts: int = 1) -> Mxfp4:
     """Codes uint8 [P, I / 32, 16, C] of two neighbouring inputs each, and scales uint8 [P, I / 32,
     1, C], of panels of C columns. As they are where outputs are no whole vectors.
     """
-    del parts  # gates are not multiplied at once
+    del parts  # this format has no gated product
     blocks, size_out = w.scales.shape
     if size_out % _LANES:
         return w
