@@ -94,7 +94,7 @@ def listing(
     `cursor`; next: the cursor to go on with, null at the end. search: a part of the request's id,
     x-request-id, user, key's digest or error code, in any case.
     """
-    filters = _Wanted(state, cursor, search.lower(), identity)
+    filters = _Filters(state, cursor, search.lower(), identity)
     shown: list[RequestRecord] = []
     for place, request in enumerate(history.newest()):
         if place % _LOOKS == 0:
@@ -108,7 +108,7 @@ def listing(
     return {"t": _t(now), "requests": rows, "next": shown[limit - 1].number if more else None}
 
 
-class _Wanted(NamedTuple):
+class _Filters(NamedTuple):
     """The filters of a listing."""
 
     #: "all", "open", "refused" or a state of a record.
@@ -143,7 +143,7 @@ def rows_of(
 
 
 def _is_in(request: RequestRecord, state: str) -> bool:
-    """state: as `_Wanted` has it."""
+    """state: see `_Filters`."""
     if state == "all":
         return True
     if state == "open":

@@ -230,7 +230,7 @@ def seat_columns(history: History) -> _SeatColumns:
         if request is not None:
             requests[seat] = request.request_id
             state[seat], numbers[seat] = _seat_of(request)
-    for seat in history.held:
+    for seat in history.held_seats:
         state[seat] = _HELD
     by_number = np.array(numbers, np.int64).reshape(n, len(SEAT_NUMBERS)).T.copy()
     return _SeatColumns(np.array(state, np.uint8), requests, by_number)

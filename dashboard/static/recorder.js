@@ -19,20 +19,20 @@ export class Recorder {
     this.state = new Uint8Array(this.capacity * seats);
     this.reached = new Uint16Array(this.capacity * seats);
     this.end = new Uint16Array(this.capacity * seats);
-    this.taken = 0; // snapshots ever taken; the newest `capacity` are kept
+    this.count = 0; // snapshots ever taken; the newest `capacity` are kept
   }
 
   get oldest() {
-    return Math.max(0, this.taken - this.capacity);
+    return Math.max(0, this.count - this.capacity);
   }
 
   /** Keep a moment (see seats.js) if the last one lies far enough back. */
   record(t, moment, waiting) {
-    const last = this.taken ? this.t[(this.taken - 1) % this.capacity] : -Infinity;
+    const last = this.count ? this.t[(this.count - 1) % this.capacity] : -Infinity;
     if (moment.gone || moment.count !== this.seats || t - last < this.every * 0.9) {
       return;
     }
-    const place = this.taken++ % this.capacity;
+    const place = this.count++ % this.capacity;
     const base = place * this.seats;
     this.t[place] = t;
     this.waiting[place] = waiting;
@@ -46,7 +46,7 @@ export class Recorder {
   /** Place of the last snapshot at or before t, or -1 if that is not known or lies too far back. */
   find(t) {
     let low = this.oldest;
-    let high = this.taken;
+    let high = this.count;
     while (low < high) {
       const middle = (low + high) >> 1;
       if (this.t[middle % this.capacity] <= t) {
@@ -62,8 +62,8 @@ export class Recorder {
 
   /** The time of the snapshot before (by = -1) or after (by = 1) the one that t shows; null if there is none. */
   neighbour(t, by) {
-    const start = by < 0 ? this.taken - 1 : this.oldest;
-    for (let n = start; n >= this.oldest && n < this.taken; n += by) {
+    const start = by < 0 ? this.count - 1 : this.oldest;
+    for (let n = start; n >= this.oldest && n < this.count; n += by) {
       const time = this.t[n % this.capacity];
       if ((time - t) * by > 1e-6) {
         return time;

@@ -248,7 +248,7 @@ class History(RequestRecords):
     #: The record of the sequence in each seat; None: free.
     seats: list[RequestRecord | None] = field(default_factory=list)
     #: Seats that a batch holds after their sequence's end.
-    held: set[int] = field(default_factory=set)
+    held_seats: set[int] = field(default_factory=set)
     #: Names of the engine's adapters by number, removed ones included.
     adapters: dict[int, str] = field(default_factory=dict[int, str])
     #: (time, seconds since arrival) of boardings and of first tokens.
@@ -297,7 +297,7 @@ class History(RequestRecords):
     def n_waiting(self) -> int:
         """Sequences without a seat."""
         n_seated = sum(record is not None for record in self.seats)
-        return self.n_open - n_seated + len(self.held)
+        return self.n_open - n_seated + len(self.held_seats)
 
     def adapter_of(self, record: RequestRecord) -> str:
         """The name of a record's adapter; empty: none."""
@@ -315,7 +315,7 @@ class History(RequestRecords):
         self.incidents.core_ready(self.ready_at)
         self.seats = [None] * info.sizes.seats
         self.learn_adapters(info)
-        self.held.clear()
+        self.held_seats.clear()
         self._holds = info.queue.policy in _HOLDING
         self._first_step = self.records.last_step + 1
 
@@ -327,7 +327,7 @@ class History(RequestRecords):
 
     def _clear_seats(self) -> None:
         self.seats = [None] * len(self.seats)
-        self.held.clear()
+        self.held_seats.clear()
 
     def seats_lost(self) -> None:
         """Empty the seats, since open requests wait for another core."""
@@ -388,7 +388,7 @@ class History(RequestRecords):
 
     def _release(self, event: SequenceEvent) -> None:
         """Free a seat that a batch held."""
-        self.held.discard(event.seat)
+        self.held_seats.discard(event.seat)
         self.seats[event.seat] = None
         step = event.step + self._first_step
         self.events.add(msgspec.structs.replace(event, step=step, t=self._time_of(event)))
@@ -399,7 +399,7 @@ class History(RequestRecords):
             if not record.background:
                 self.waits.append((t, t - record.arrival))
         super()._board(record, seat, step, t)
-        self.held.discard(seat)
+        self.held_seats.discard(seat)
         self.seats[seat] = record
         self._add_event("seated", record, step, t)
 
@@ -428,7 +428,7 @@ class History(RequestRecords):
         if seat < 0 or self.seats[seat] is not record:
             return
         if self._holds:
-            self.held.add(seat)
+            self.held_seats.add(seat)
         else:
             self.seats[seat] = None
 

@@ -159,7 +159,7 @@ class GrammarWork(msgspec.Struct, array_like=True):
     compiled: int = 0
     compile_s: float = 0.0
     #: Compiled grammars in the cache.
-    kept: int = 0
+    cached: int = 0
 
 
 class StepReport(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):

@@ -266,8 +266,8 @@ def _step_cost(setup: Setup, model: Model) -> StepCost | None:
 
 def _measure_ceiling(setup: Setup, model: Model, kernels: KernelSet) -> DeviceCeiling | None:
     """The device's measured maximum; None for a small model, whose steps mostly launch programs."""
-    held = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
-    if held < _LEAST_MEASURED_BYTES or setup.is_encoder:
+    n_bytes = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
+    if n_bytes < _LEAST_MEASURED_BYTES or setup.is_encoder:
         return None
     measure = kept_ceiling if setup.settings.compilation_cache else ceiling_or_none
     ceiling = measure(kernels, setup.dtype, len(setup.devices))
@@ -366,8 +366,8 @@ def _prove(setup: Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, l
     kernels, proofs = proven(kernels, served, named=setup.settings.kernels != "auto")
     if setup.hosts is not None:
         wrong = [proof.kernel for proof in proofs if not proof.ok]
-        found = f"{kernels.label} on {setup.device.device_kind}, {setup.dtype}"
-        setup.hosts.same("kernels", f"{found}, without {', '.join(wrong) or 'none'}")
+        kernel_set = f"{kernels.label} on {setup.device.device_kind}, {setup.dtype}"
+        setup.hosts.same("kernels", f"{kernel_set}, without {', '.join(wrong) or 'none'}")
     return kernels, proofs
 
 

@@ -462,7 +462,7 @@ async def test_an_outage_is_told_from_its_begin_to_its_end(client):
 
 
 async def test_a_held_seat_is_told(client):
-    client.history.held.add(3)
+    client.history.held_seats.add(3)
     key = (await watch(Feed(client), 2))[1][1]
     assert list(base64.b64decode(key["seats"]["state"])) == [2, 1, 0, 3]
     assert Seat(seat=0, state="held").state in sse.SEAT_STATES

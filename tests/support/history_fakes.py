@@ -54,9 +54,9 @@ class Watched:
         """What the history says of the seats is what the scheduler knows."""
         seats = self.core.scheduler.sequences.seats
         seated = {seq.seat: seq for seq in seats.taken}
-        assert self.history.held == set(seats.kept)
+        assert self.history.held_seats == set(seats.kept)
         for seat, request in enumerate(self.history.seats):
-            if seat in self.history.held:
+            if seat in self.history.held_seats:
                 continue
             seq = seated.get(seat)
             assert (request is None) == (seq is None), seat

@@ -488,7 +488,7 @@ class Matchers:
             if not (work.masks or work.compiled):
                 return None
             self._threads.work = GrammarWork()
-            work.kept = len(self._compiled)
+            work.cached = len(self._compiled)
         return work
 
     def _give_up(self, job: _Job) -> None:

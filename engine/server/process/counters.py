@@ -124,7 +124,7 @@ class EngineCounters:
         self.mask_seconds += work.mask_s
         self.grammars_compiled += work.compiled
         self.grammar_seconds += work.compile_s
-        self.grammars_kept = work.kept
+        self.grammars_kept = work.cached
 
     def observe_idle(self, waiting: int) -> None:
         """Note an idle tick or a lost core: no seat is occupied. waiting: queued sequences."""

@@ -140,7 +140,9 @@ class ProcessClient(CoreSupervisor):
         if stream is None:
             return
         stream.listener = ignore
-        if not stream.open <= stream.asked.keys():  # not all ends have been sent to the core yet
+        if (
+            not stream.open <= stream.requested_ends.keys()
+        ):  # not all ends have been sent to the core yet
             self.abort(request_id)
         self._close_stream(stream)
         self._go_on_after_trial(stream)

@@ -27,7 +27,7 @@ class Stream:
     #: No more outputs will come, or the listener is gone; written by the client.
     closed: bool = False
     #: Ends requested from the core: sequence number -> reason.
-    asked: dict[int, FinishReason] = field(default_factory=dict)
+    requested_ends: dict[int, FinishReason] = field(default_factory=dict)
     #: Cores that crashed while they had it; see `faults.CrashBlame`.
     crashes: int = 0
     #: Timer that ends the request if the core has not done so at its deadline.
@@ -53,12 +53,13 @@ class Stream:
     def ask_end(self, index: int | None, reason: FinishReason) -> None:
         """Note that the core was asked to end a sequence (None: all of them)."""
         for number in self.open if index is None else self.open & {index}:
-            self.asked.setdefault(number, reason)
+            self.requested_ends.setdefault(number, reason)
 
     def asked_ends(self) -> list[SequenceOutput]:
         """Terminal outputs of the requested ends that the core has not sent."""
         return [
-            self._end(index, self.asked[index]) for index in sorted(self.open & set(self.asked))
+            self._end(index, self.requested_ends[index])
+            for index in sorted(self.open & set(self.requested_ends))
         ]
 
     def ends(self, reason: FinishReason, error: ErrorInfo) -> list[SequenceOutput]:

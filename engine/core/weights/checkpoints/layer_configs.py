@@ -84,7 +84,7 @@ class ExpertsConfig:
     #: Engines that share the experts and run their steps together.
     engines: int = 1
     #: Experts of one group, where the configuration is one device's (`ModelConfig.local`); 0: all.
-    held: int = 0
+    local_experts: int = 0
     #: Columns of a shared expert, which every token passes through; 0: none.
     shared_size: int = 0
     #: Whether the shared expert has a gate: the sigmoid of a further column of the router.
@@ -123,7 +123,7 @@ class ExpertsConfig:
     @property
     def own(self) -> int:
         """Number of experts of which the model holds weights."""
-        return self.held or self.n_experts
+        return self.local_experts or self.n_experts
 
     @property
     def router_columns(self) -> int:

@@ -409,7 +409,7 @@ class ModelConfig:
             )
         experts = self.experts
         if experts is not None and experts.all_groups > 1:
-            experts = replace(experts, held=experts.n_experts // experts.all_groups)
+            experts = replace(experts, local_experts=experts.n_experts // experts.all_groups)
         if experts is not None:
             experts = replace(
                 experts,

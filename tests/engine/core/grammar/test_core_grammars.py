@@ -231,4 +231,4 @@ def test_log_probabilities_are_of_all_tokens_and_the_work_is_counted():
     counted = [entry for entry in work if entry is not None]
     assert sum(entry.compiled for entry in counted) == 1
     assert sum(entry.masks for entry in counted) >= 6
-    assert counted[-1].kept == 1
+    assert counted[-1].cached == 1
