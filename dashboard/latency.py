@@ -1,5 +1,5 @@
-"""How long sequences waited for a seat, for their first token, and between tokens: percentiles and
-histograms.
+"""Percentiles and histograms of the waits of sequences: for a seat, for the first token, and
+between tokens.
 """
 
 from __future__ import annotations

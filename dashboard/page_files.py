@@ -170,7 +170,7 @@ async def _document(name: str, first: FirstData | None) -> AsyncGenerator[bytes]
 
 
 def _newest(modules: list[str]) -> int:
-    """When the last of them was changed, ns."""
+    """Time of the newest change of the modules, ns."""
     return max((_STATIC / name).stat().st_mtime_ns for name in modules)
 
 

@@ -101,7 +101,7 @@ class PageCells:
         return cls(per_cell, cells, _by_state(counts.tolist()), windows)
 
     def shown(self) -> PageMap:
-        """As the page gets it."""
+        """The cells in the page's form."""
         cells = _base64(self.cells.tobytes())
         return {
             "per_cell": self.per_cell,
@@ -344,7 +344,7 @@ def _base64(array: bytes) -> str:
 
 
 def _sizes(snapshot: Snapshot) -> tuple[int, int]:
-    """How many seats and cells; -1 where they are not known."""
+    """Numbers of seats and cells; -1 if unknown."""
     n_seats = n_cells = -1
     if snapshot.seats is not None:
         n_seats = len(snapshot.seats.state)
@@ -373,7 +373,7 @@ def _seat_changes(before: Snapshot, now: Snapshot) -> list[list[Any]]:
 
 
 def _page_changes(before: PageCells, now: PageCells) -> PageChanges | None:
-    """None if there are none. A page may change without a cell that does."""
+    """Changes of the page map, or None. Pages may change without a change of cells."""
     runs = _page_runs(before.cells, now.cells)
     if not runs and (before.counts, before.windows) == (now.counts, now.windows):
         return None

@@ -347,7 +347,7 @@ class _Bins:
         return self._or_none(np.round(highest, 6))
 
     def _or_none(self, values: np.ndarray) -> list[float | None]:
-        """None where there is no step."""
+        """The values, with None for bins without steps."""
         pairs = zip(values.tolist(), self.counts, strict=True)
         return [value if count else None for value, count in pairs]
 

@@ -432,7 +432,7 @@ def _random_rows(rng: np.random.Generator, shapes: ServedShapes, size: int) -> n
 
 
 def _of_each_count(x: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    """As many rows as each row count says, the different ones x [., I] over and over.
+    """The different rows x [., I], repeated to each row count.
 
     Made here, since the compiler makes a loop of every cut in a program.
     """

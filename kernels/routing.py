@@ -156,7 +156,7 @@ def _of_best_clusters(choice: jax.Array, mixture: Mixture) -> jax.Array:
 
 
 def _real_rows(n_padded: int, n_rows: jax.Array) -> jax.Array:
-    """Which of so many rows pad no step, bool [T, 1]; n_rows: see `Route`."""
+    """Mask of the rows that are not padding, bool [T, 1]; n_rows: see `Route`."""
     if not n_rows.ndim:
         return jnp.arange(n_padded)[:, None] < n_rows
     part = n_padded // n_rows.size

@@ -164,7 +164,7 @@ def _triton_for(sm: int) -> KernelSet:
 
 
 def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
-    """These kernels as a set."""
+    """The kernel set of these kernels."""
     from jitney.kernels import w8a8
 
     products = None
@@ -275,7 +275,7 @@ def _pallas_set(chip: str) -> KernelSet:
 
 
 def _on_tpu(kernels: KernelSet) -> KernelSet:
-    """These kernels, if jax runs on a TPU; KernelError if not."""
+    """Return the kernels if jax runs on a TPU; else raise KernelError."""
     if jax.default_backend() != "tpu":
         raise KernelError(f"kernels {kernels.name} need a TPU; jax runs on {jax.default_backend()}")
     return kernels

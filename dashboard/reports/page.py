@@ -34,7 +34,7 @@ class Table:
     words: bool = False
 
     def print(self, title: str = "") -> None:
-        """On standard output."""
+        """Print on standard output."""
         shown = console()
         if not shown.is_terminal:
             shown = console(width=_PIPED_WIDTH)
@@ -56,14 +56,14 @@ class Table:
         return shown
 
     def markdown_lines(self) -> Iterator[str]:
-        """As a table of Markdown."""
+        """The lines of a Markdown table."""
         yield _markdown_row(self.heads)
         yield f"|{'---|' * len(self.heads)}"
         yield from map(_markdown_row, self.rows)
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """On standard output, wrapped at the terminal's width."""
+    """Print on standard output, wrapped at the terminal's width."""
     shown = console()
     for line in lines:
         shown.print(line, highlight=False, markup=False)

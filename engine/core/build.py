@@ -301,7 +301,7 @@ def prove_kernels(config: Config, source: ModelSource) -> tuple[str, list[Kernel
 
 
 def _staged(progress: _Report) -> Callable[[str, int, int, str], None]:
-    """As fetching and loading report: (stage, done, total, detail)."""
+    """A callback for fetching and loading: (stage, done, total, detail)."""
     return lambda *report: progress(messages.Progress(*report))
 
 
@@ -433,7 +433,7 @@ def _make_runner(
 
 
 def _keep_own(setup: Setup) -> Callable[[Iterable[object]], KeptPrograms] | None:
-    """Where a runner's programs are kept by our own key: those of one device."""
+    """The store of a runner's programs by Jitney's own key; only for a single device."""
     folder = jax.config.jax_compilation_cache_dir
     if setup.mesh is not None or not setup.settings.compilation_cache or not folder:
         return None

@@ -149,7 +149,7 @@ class Setup:
 
     @property
     def drafting(self) -> Drafting | None:
-        """How tokens are drafted; None: none are."""
+        """The method of drafting tokens; None: none."""
         settings = self.settings
         if settings.speculative == "off":
             return None

@@ -80,7 +80,7 @@ class Equipment:
         return Tokenizer.load(source, self.config.model.chat_template)
 
     async def _start_chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
-        """None for a model without a template."""
+        """Start the renderers of chats; None for a model without a template."""
         from jitney.engine.server.chat.chat_templates import ChatTemplates
 
         source = tokenizer.template_source

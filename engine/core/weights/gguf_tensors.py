@@ -86,7 +86,7 @@ class _LaidOut:
         return len(self.shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """As of `Sliceable`."""
+        """See `Sliceable`."""
         return self.read().reshape(self.shape)[index]
 
 

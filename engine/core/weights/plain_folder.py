@@ -53,7 +53,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _OfExpert:
-    """That part, to be read where it lies."""
+    """A part of a tensor of all experts, read lazily."""
 
     tensor: StoredTensor
     part: _Part
@@ -74,7 +74,7 @@ class _OfExpert:
         return _AXES[self.part.kind][1]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """As of `Sliceable`."""
+        """See `Sliceable`."""
         slices: tuple[slice, ...] = () if index is ... else index
         places = [slice(0, size) for size in self.shape]
         for axis, place in enumerate(slices):

@@ -25,7 +25,7 @@ from jitney.kernels.int4 import Int4
 
 
 class _Words(NamedTuple):
-    """How a method stores matrices of O outputs and I inputs in 4-bit words, eight numbers each."""
+    """The format of a method's 4-bit matrices [O outputs, I inputs]: words of eight numbers."""
 
     #: Endings of the words, the scales and the zero points.
     words: str
@@ -43,7 +43,7 @@ class _Words(NamedTuple):
     lay_out: Callable[..., Packed] | None
 
     def groups(self, sizes: tuple[int, int], scales: Shape, zeros: Shape | None = None) -> int:
-        """How many groups of inputs a matrix of sizes (O, I) has; 0 where its parts do not fit."""
+        """Number of groups of inputs in a matrix of sizes (O, I); 0 if its parts do not fit."""
         outs, ins = sizes
         count = scales[self.group_axis] if len(scales) == 2 else 0
 
@@ -303,7 +303,7 @@ def _block_size(size: int, count: int) -> int:
 
 
 def _inputs_of_group(inputs: int, groups: int) -> int:
-    """How many of a matrix's inputs are laid out as one group, where so many groups are stored."""
+    """Inputs per group of a matrix in memory, from the number of stored groups."""
     if groups == 1 and inputs > repack.WHOLE_GROUP:
         return repack.WHOLE_GROUP
     return inputs // groups

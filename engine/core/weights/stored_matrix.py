@@ -33,7 +33,7 @@ class Along:
     numbers: int = 1
 
     def of(self, part: slice) -> slice:
-        """Where these outputs or inputs stand."""
+        """The range of indices that holds these outputs or inputs."""
         first = part.start * self.indices // self.numbers
         return slice(first, part.stop * self.indices // self.numbers)
 
@@ -130,7 +130,7 @@ class StoredMatrix:
 
 @dataclass(frozen=True)
 class _LayOut:
-    """From a part as `StoredMatrix.read` gives it to the part in our order."""
+    """Converts a part from `StoredMatrix.read` to the layout of the model."""
 
     lay_out: Callable[..., Packed]
     #: Outputs and inputs of the part.

@@ -242,7 +242,7 @@ class Choice:
 
     @property
     def ending(self) -> Ending | None:
-        """Why it ended, unless it failed."""
+        """The reason of its end, unless it failed."""
         return self.finish if self.finish in ("stop", "length") else None
 
     def accept(self, output: SequenceOutput) -> ChoiceDelta | None:

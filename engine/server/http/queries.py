@@ -15,7 +15,7 @@ _LIST_MARK = "[]"
 
 
 class PageQuery(BaseModel):
-    """Which batches or jobs are listed: those behind `after`, the newest first."""
+    """A page of batches or jobs: those after the id `after`, the newest first."""
 
     after: str = ""
     limit: Annotated[int, Field(ge=1, le=100)] = 20

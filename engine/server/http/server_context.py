@@ -55,7 +55,7 @@ class ServerContext(Protocol):
 
     @property
     def reload(self) -> Reload | None:
-        """None: it cannot read its files again."""
+        """Reloads the configuration; None: not possible."""
         ...
 
     @property
@@ -98,15 +98,15 @@ class ServerContext(Protocol):
         ...
 
     def unready(self) -> RequestError | None:
-        """Why no request can be answered now, or None."""
+        """The reason why no request can be answered now, or None."""
         ...
 
     def stalled(self) -> RequestError | None:
-        """Why the engines make no progress, or None."""
+        """The reason why the engines make no progress, or None."""
         ...
 
     def unstarted(self) -> RequestError | None:
-        """None once all models have been ready."""
+        """The reason why not all models have been ready yet, or None."""
         ...
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:

@@ -222,7 +222,7 @@ class Service:
         return self.quotas.open(key)
 
     def unready(self) -> RequestError | None:
-        """Why no request can be served now, or None."""
+        """The reason why no request can be served now, or None."""
         if self.draining or self.client.state == "draining":
             return RequestError("the server is shutting down", code="draining")
         if self.client.state == "dead":
@@ -241,11 +241,11 @@ class Service:
         return RequestError(message, code=code)
 
     def unstarted(self) -> RequestError | None:
-        """None once the engine has been ready."""
+        """The reason why the engine has not been ready yet, or None."""
         return None if self.client.info is not None else self.unready()
 
     def stalled(self) -> RequestError | None:
-        """Why a running engine makes no progress, or None."""
+        """The reason why a running engine makes no progress, or None."""
         age = self.client.last_step_age()
         if age > self.settings.server.heartbeat_s:
             return RequestError(

@@ -32,7 +32,7 @@ _MOST_LISTED = 10_000
 
 
 class _FileQuery(BaseModel):
-    """Which files are listed: those behind `after`."""
+    """A page of files: those after the id `after`."""
 
     after: str = ""
     limit: Annotated[int, Field(ge=1, le=_MOST_LISTED)] = _MOST_LISTED

@@ -107,7 +107,7 @@ class BatchFault(ResponseModel):
 
 
 class BatchFaults(ResponseModel):
-    """At most ten of them."""
+    """A list of at most ten faults."""
 
     object: Literal["list"]
     data: list[BatchFault]

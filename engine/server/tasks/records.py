@@ -182,7 +182,7 @@ class Line:
     size: int
 
     def read(self, path: Path) -> bytes:
-        """Its bytes in the file. Blocks."""
+        """Read the line's bytes from the file. Blocks."""
         with path.open("rb") as file:
             file.seek(self.start)
             return file.read(self.size)

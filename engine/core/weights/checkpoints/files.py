@@ -72,7 +72,7 @@ def _check_plain(name: str) -> None:
 
 
 def _target(link: Path) -> str:
-    """Where a link leads, in one line."""
+    """The target of a link, in one line."""
     return repr(str(link.readlink())[:200])
 
 

@@ -50,7 +50,7 @@ _DECODE_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _TensorInfo:
-    """Where a tensor lies."""
+    """The place of a tensor."""
 
     #: Row-major, as numpy has it; GGUF stores the reverse.
     shape: Shape

@@ -361,7 +361,7 @@ def gemma4(fields: TensorFields, config: ModelConfig) -> ModelConfig:
 
 
 def _layers_with(fields: TensorFields, config: ModelConfig, name: str) -> frozenset[int]:
-    """Which of the model's layers have this tensor."""
+    """Numbers of the model's layers with this tensor."""
     return fields.layers_with(name) & frozenset(range(config.n_layers))
 
 

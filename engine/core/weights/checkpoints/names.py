@@ -185,7 +185,7 @@ class WeightMap:
 
     @property
     def pieces(self) -> dict[str, Piece]:
-        """By name."""
+        """All pieces by name."""
         return {piece.name: piece for target in self.targets for piece in target.pieces}
 
     def _is_ignored(self, name: str) -> bool:
@@ -229,7 +229,7 @@ class HeadNames(NamedTuple):
     hidden_norm: str = "model.layers.{i}.hnorm"
 
     def at(self, number: int) -> HeadNames:
-        """Those of the layer of this number."""
+        """The names for the layer with this number."""
         return HeadNames(*[name.format(i=number) for name in self])
 
 

@@ -1,4 +1,4 @@
-"""How a model makes vectors of texts by its own files; jax-free.
+"""The pooling that a model's files define, for vectors of texts; jax-free.
 
 A sentence-transformers folder lists its modules (the model, a pooling, often a norm) in
 `modules.json`; a GGUF file has one number.

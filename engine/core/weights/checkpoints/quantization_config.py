@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors are packed by `quantization_config` of config.json; jax-free.
+"""The packing of a checkpoint's tensors by `quantization_config` of config.json; jax-free.
 
 Known: GPTQ and AWQ (4 bits), compressed-tensors (4 or 8), fp8 with a scale per tensor, output or
 block, and MXFP4 of experts.
@@ -21,7 +21,7 @@ _WHOLE_NUMBERS, _PACKED = ("float-quantized", "int-quantized", "naive-quantized"
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the quantised matrices of a checkpoint are stored."""
+    """The storage format of a checkpoint's quantised matrices."""
 
     method: _Method
     #: What GPTQ's first format leaves out of the zero points that it stores.

@@ -137,7 +137,7 @@ class ContentBlockStop(ResponseModel, tag_field="type", tag="content_block_stop"
 
 
 class MessageEnd(ResponseModel):
-    """Why a message ended."""
+    """The stop reason of a message."""
 
     stop_reason: StopReason
     stop_sequence: str | None

@@ -24,7 +24,9 @@ type _UserAfterResult = Literal["next", "after_empty_turn", "in_result"]
 
 @dataclass(frozen=True, slots=True)
 class TemplateAbilities:
-    """What one way to render a template supports. By default, users and assistants alternate."""
+    """Abilities of a template, in one way to render it. By default, users and assistants
+    alternate.
+    """
 
     #: A system message at the beginning, whatever the role of the last message.
     system: bool = False

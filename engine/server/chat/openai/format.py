@@ -318,7 +318,7 @@ def _key_text(data: bytes) -> str:
 
 
 def _ending(choice: Choice, ending: Ending) -> ChatEnding:
-    """Why it ended, as OpenAI says it."""
+    """The finish reason in OpenAI's words."""
     return "tool_calls" if ending == "stop" and choice.n_calls else ending
 
 

@@ -108,14 +108,14 @@ class ResponseUsage(ResponseModel):
 
 
 class ResponseFailure(ResponseModel):
-    """Why a response failed."""
+    """The error of a failed response."""
 
     code: Literal["server_error", "rate_limit_exceeded", "context_length_exceeded"]
     message: str
 
 
 class Incomplete(ResponseModel):
-    """Why a response is not complete."""
+    """The reason why a response is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 

@@ -33,7 +33,7 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """How the files of one family are read."""
+    """The readers of one family's files."""
 
     #: In `tiny-random:NAME`.
     name: str

@@ -1,4 +1,4 @@
-"""How the tiny random models of families differ from the smallest one."""
+"""Differences of the families' tiny random models from the smallest one."""
 
 from __future__ import annotations
 
