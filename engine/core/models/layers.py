@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -29,13 +31,22 @@ from jitney.kernels.interface import AttentionMeta, Kernels, Pack
 _ROWS_IN_HALVES = 256
 #: Axes of a matrix as it comes, at most: those of experts that are set apart, [X, I, O].
 _FLAT = 3
+#: How many numbers are drawn for an array of no more: enough for all of most tiny models.
+_DRAWN = (1 << 15, 1 << 17)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DTypeLike) -> Array:
     """Random weights, drawn in float32 whatever the dtype: a bfloat16 model is the float32 one,
     rounded.
     """
-    return (spread * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+    key, count = rngs.params(), math.prod(shape)
+    enough = next((size for size in _DRAWN if size >= count), None)
+    if enough is None or isinstance(key, Tracer):
+        return (spread * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    # A key's first numbers are the same however many are drawn, and two programs draw them for
+    # all small arrays: to compile one for each shape takes seconds of a tiny model's start.
+    drawn = np.asarray(jax.random.normal(key, (enough,), jnp.float32))[:count]
+    return jnp.asarray((np.float32(spread) * drawn).astype(dtype).reshape(shape))
 
 
 class Linear(nnx.Module):

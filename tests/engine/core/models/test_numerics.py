@@ -17,6 +17,7 @@ from oracle import DENSE, dense_attention, nothing_kept
 from reference_logits import DATA, SCRIPT, as_stored, weights_of, write_folder
 from safetensors.numpy import save_file
 
+from jitney.engine.core.models.layers import normal
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.registry import abstract_model, model_class, random_model
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
@@ -156,6 +157,14 @@ def test_a_float32_residual_stream_is_nearer_to_float32(smollm2, reference):
 
     narrow, wide = (error(replace(DENSE, float32_residual=wide)) for wide in (False, True))
     assert wide < 0.8 * narrow
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 4), (256, 320), (400, 400)])
+def test_random_weights_are_their_keys_numbers(shape: tuple[int, ...]):
+    """However many are drawn to have them."""
+    found = normal(nnx.Rngs(3), shape, 0.3, jnp.bfloat16)
+    wanted = 0.3 * jax.random.normal(nnx.Rngs(3).params(), shape, jnp.float32)
+    np.testing.assert_array_equal(found, wanted.astype(jnp.bfloat16))
 
 
 #: A decoder of each class of models.

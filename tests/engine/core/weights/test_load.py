@@ -568,6 +568,7 @@ def test_gguf_faults_name_the_tensors(tmp_path: Path):
     assert "1 missing: blk.1.ffn_down.weight" in message
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("weights", ["plain", "int8", "int4"])
 def test_dummy_weights_have_the_shapes_of_the_models_own(tmp_path: Path, weights: str):
     """And no file of weights is opened: this one is no such file."""
