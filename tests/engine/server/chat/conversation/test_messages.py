@@ -148,7 +148,7 @@ def _any_call(draw: st.DrawFn, id: str, value: str) -> Json:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(talks())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @example(Talk("calls at the end", [user("a1q"), assistant("", call("1", '{"c": "v"}'))]))
 @example(Talk("begins with a call", [assistant("", call("1", '{"city": "v0q"}'))], (TOOL,)))
 def test_any_conversation_is_shown_whole_or_refused(name: str, talk: Talk):
@@ -163,7 +163,7 @@ def test_any_conversation_is_shown_whole_or_refused(name: str, talk: Talk):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(talks())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_conversation_that_grows_keeps_its_beginning(name: str, talk: Talk):
     """All messages but the last, which may be joined to what follows."""
     can = abilities(name)

@@ -394,7 +394,7 @@ FRAGMENTS = sorted(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     tools=st.sampled_from([format.name for format in TOOL_FORMATS]),
     thinks=st.sampled_from([_NONE, "qwen3"]),
@@ -477,7 +477,7 @@ def test_names_of_both_kinds():
         max_leaves=8,
     )
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_any_arguments_come_through_unchanged(value):
     arguments = json.dumps({"a": value}, ensure_ascii=False)
     calls = {
