@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from engine_infos import engine_info
+from fakes import FakeClock
 
 from jitney.dashboard.fleet_answers import search_requests, tenants_of_all
 from jitney.dashboard.fleet_member import Member
@@ -44,18 +45,12 @@ def drained(work):
             return end.value
 
 
-class Clock:
-    """A history's time, which a test moves."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    """A history's time, which a test moves."""
+    made = FakeClock()
+    made.now = 1000.0
+    return made
 
 
 @pytest.fixture
@@ -65,7 +60,7 @@ def history(clock) -> History:
     return history
 
 
-def ride(history: History, clock: Clock, name: str, *, seat: int, times, n_prompt: int, **more):
+def ride(history: History, clock: FakeClock, name: str, *, seat: int, times, n_prompt: int, **more):
     """A request that arrives, boards, has its first token and ends at these times."""
     came, boarded, first, end = times
     clock.now = came

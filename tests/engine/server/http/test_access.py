@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from api_fakes import FakeClient, call, make_app
+from fakes import FakeClock
 
 from jitney.engine.server.http.access import (
     _MAX_REMEMBERED,
@@ -21,15 +22,8 @@ HERE, ELSEWHERE = "192.0.2.1", "192.0.2.2"
 PROMPT = {"model": "m", "prompt": "Hi", "max_tokens": 1}
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_alike_keys_of_one_address_are_counted_together():
-    clock = Clock()
+    clock = FakeClock()
     guesses = _WrongKeys(clock)
     for number in range(_MOST_ALIKE):
         clock.now = float(number)
@@ -43,7 +37,7 @@ def test_alike_keys_of_one_address_are_counted_together():
 
 
 def test_an_address_has_only_so_many_wrong_keys_however_they_begin():
-    guesses = _WrongKeys(Clock())
+    guesses = _WrongKeys(FakeClock())
     for number in range(_MOST_OF_ADDRESS):
         assert guesses.wait(HERE, f"{number:08}") == 0
         guesses.failed(HERE, f"{number:08}")
@@ -61,14 +55,14 @@ def test_an_address_has_only_so_many_wrong_keys_however_they_begin():
     ],
 )
 def test_an_ipv6_network_is_one_client(one: str, other: str, same: bool):
-    guesses = _WrongKeys(Clock())
+    guesses = _WrongKeys(FakeClock())
     for _ in range(_MOST_ALIKE):
         guesses.failed(one, "guess")
     assert (guesses.wait(other, "guess") > 0) is same
 
 
 def test_what_is_remembered_is_bounded():
-    guesses = _WrongKeys(Clock())
+    guesses = _WrongKeys(FakeClock())
     for _ in range(_MOST_ALIKE):
         guesses.failed(HERE, "guess")
     for number in range(_MAX_REMEMBERED // 2):
@@ -79,7 +73,8 @@ def test_what_is_remembered_is_bounded():
 
 def test_a_right_key_is_let_in_among_any_number_of_wrong_ones():
     keys = ApiKeys(
-        ServerSettings(api_keys=(digest_key("right"),), admin_keys=(digest_key("root"),)), Clock()
+        ServerSettings(api_keys=(digest_key("right"),), admin_keys=(digest_key("root"),)),
+        FakeClock(),
     )
     statuses = []
     for number in range(200):

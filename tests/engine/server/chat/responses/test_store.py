@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 import random
 
+from fakes import FakeClock
+
 from jitney.engine.server.chat.responses.store import KeptTurn, ResponseStore
 from jitney.engine.server.http.errors import HttpError
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def items(*ids: str, size: int = 10) -> bytes:
@@ -58,7 +53,7 @@ def test_bytes_are_bounded_and_one_that_is_too_large_is_not_kept():
 
 
 def test_a_response_is_kept_for_a_time():
-    clock = Clock()
+    clock = FakeClock()
     store = ResponseStore(10, 1 << 20, 60, clock)
     put(store, "a", "old")
     clock.now = 59
