@@ -20,6 +20,8 @@ from jitney.engine.core import ModelConfig
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 
 _CONTINUOUS = "transformers, continuous batching"
+#: Rows of a step on a CPU, at least what transformers wants.
+_CPU_ROWS = 256
 
 
 def _module(name: str) -> Any:
@@ -56,17 +58,16 @@ def batching(job: PartJob) -> Tasks:
     yield from _tasks(job.batch_tasks(_CONTINUOUS, "peer's", partial(_batching_row, job, get)))
 
 
-def _place() -> Any:
-    """The device that PyTorch finds: a GPU, else the CPU."""
-    torch = _module("torch")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _place(job: PartJob) -> str:
+    """The device that PyTorch finds: a GPU, unless the job is for a CPU."""
+    on_gpu = job.platform != "cpu" and _module("torch").cuda.is_available()
+    return "cuda" if on_gpu else "cpu"
 
 
-def _wait() -> None:
+def _wait(place: str) -> None:
     """Until the device is done."""
-    torch = _module("torch")
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if place == "cuda":
+        _module("torch").cuda.synchronize()
 
 
 def config_fields(shape: ModelConfig) -> JsonDict:
@@ -106,19 +107,25 @@ def _make_model(job: PartJob) -> Any:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, job.dtype))
     try:
-        with torch.device(_place()):
+        with torch.device(_place(job)):
             return make(config).eval()
     finally:
         torch.set_default_dtype(previous)
 
 
 def _batching_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) -> Iterator[Row]:
+    place = _place(job)
+    if place == "cpu" and _missing("psutil"):
+        yield row.noted("psutil is not installed, by which transformers finds a CPU's memory")
+        return
     model = get()
     options = _batching_options(model, job.sizes.batch[1])
+    if place == "cpu":
+        options["continuous_batching_config"] = _small_pool(streams)
 
     def answer(prompts: list[list[int]]) -> int:
         outputs = model.generate_batch(inputs=prompts, **options)
-        _wait()
+        _wait(place)
         return sum(len(output.generated_tokens) for output in outputs.values())
 
     try:
@@ -160,6 +167,12 @@ def _batching_options(model: Any, n_output: int) -> JsonDict:
     if "persistent_manager" in inspect.signature(model.generate_batch).parameters:
         options["persistent_manager"] = True
     return options
+
+
+def _small_pool(streams: int) -> Any:
+    """A KV pool of a few blocks: by default it takes nine tenths of a CPU's memory."""
+    make = _module("transformers").ContinuousBatchingConfig
+    return make(num_blocks=2 * streams, max_batch_tokens=_CPU_ROWS)
 
 
 def _random_prompts(job: PartJob, count: int, length: int, seed: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from jitney.engine.core import ModelSource, Tokenizer
 from jitney.engine.core.executor.autotuning import RESULTS
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.commands.bench_device import bench_device
-from jitney.engine.lab.device import check, timing
+from jitney.engine.lab.device import check, peers, timing
 from jitney.engine.lab.device import run as device_run
 from jitney.engine.lab.device.check import checks
 from jitney.engine.lab.device.kernels import Contexts, _make_inputs, attend_row
@@ -201,8 +202,8 @@ def test_every_part_yields_figures_or_says_why_not(found: tuple[DeviceResults, P
     assert not [r for r in rows if "failed" in r.note or "WRONG" in r.note]
     silent = {r.part for r in rows if r.seconds is None}
     assert all(r.note for r in rows if r.seconds is None)
-    peers = {"transformers", "vllm", "flashinfer"}
-    assert silent <= {"check", "graphs", "cublas", "write", "sampling", *peers}
+    others = {"transformers", "vllm", "flashinfer"}
+    assert silent <= {"check", "graphs", "cublas", "write", "sampling", *others}
     for part in (
         "steps",
         "attention",
@@ -236,6 +237,39 @@ def test_figures_are_finite_and_fractions_follow_from_their_parts(
         if r["name"] in ("decode step", "prompt step"):
             rows = int(r["case"].split(" ")[0])
             assert r["figures"]["tokens_s"] == pytest.approx(rows / r["seconds"])
+
+
+class _Answering:
+    """A model of transformers that answers with as many tokens as it is asked for."""
+
+    def __init__(self):
+        self.pools: list[Any] = []
+
+    def generate_batch(
+        self,
+        inputs: list[list[int]],
+        generation_config: dict[str, Any],
+        continuous_batching_config: Any = None,
+    ) -> dict[int, Any]:
+        self.pools.append(continuous_batching_config)
+        tokens = [0] * generation_config["max_new_tokens"]
+        return {number: SimpleNamespace(generated_tokens=tokens) for number in range(len(inputs))}
+
+
+@pytest.mark.parametrize("missing", ["", "psutil is not installed"])
+def test_on_a_cpu_transformers_gets_a_small_pool(monkeypatch: pytest.MonkeyPatch, missing: str):
+    model = _Answering()
+    library = SimpleNamespace(ContinuousBatchingConfig=dict, GenerationConfig=dict)
+    monkeypatch.setattr(peers, "_module", lambda name: library)
+    monkeypatch.setattr(peers, "_missing", lambda *names: missing if "psutil" in names else "")
+    monkeypatch.setattr(peers, "_make_model", lambda job: model)
+    given = job("transformers", platform="cpu")
+    rows = list(_rows_of(given, peers.TASKS["transformers"](given)))
+    assert [bool(r.figures) for r in rows] == [not missing] * 2
+    assert all(r.note.startswith(missing) for r in rows)
+    # Each batch twice: of four streams, and of one.
+    pools = [] if missing else [(8, 256)] * 2 + [(2, 256)] * 2
+    assert [(pool["num_blocks"], pool["max_batch_tokens"]) for pool in model.pools] == pools
 
 
 def test_the_floor_of_a_decode_step_by_hand(found: tuple[DeviceResults, Path]):
