@@ -1,16 +1,19 @@
 """Count what the engine's compiled steps read and write on GPUs and TPUs, without a device: writes
 compiled_programs.json and .md here.
 
-python docs/benchmarks/compiled_programs.py [--targets h100 v6e ...], after `make test-compile` has
-fetched the compilers' plugins; the programs and their account are those of tests/compiled. Programs
-of other targets, and those without a plugin, stay as the JSON has them. --kept compiles nothing: it
-writes both files from what JITNEY_COMPILED holds, and otherwise from the JSON.
+python docs/benchmarks/compiled_programs.py [--targets h100 v6e ...] [--before DATE], after `make
+build/cuda build/tpu` has fetched the compilers' plugins (JITNEY_CUDA_PLUGIN, JITNEY_TPU_PLUGIN);
+the programs and their account are those of tests/compiled. Programs of other targets, those that
+the JSON has of DATE or later, and those without a plugin, stay as it has them; both files are
+written after each program. --kept compiles nothing: it writes them from what JITNEY_COMPILED holds,
+and otherwise from the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 HERE, NAME = Path(__file__).parent, "compiled_programs.json"
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "support"))
-from compiled_specs import GPUS, TPUS, Spec, every_spec, facts, families, kept  # noqa: E402
+from compiled_specs import GPUS, PLUGINS, TPUS, Spec, every_spec, facts, families, kept  # noqa: E402
 
 HEADER = """# The compiled programs
 
@@ -97,26 +100,38 @@ def _over(steps: Sequence[dict[str, Any]]) -> str:
     return least if least == most else f"{least} - {most}"
 
 
-def compiled_facts(targets: Sequence[str]) -> dict[Spec, dict[str, Any]]:
-    """What comes out of every program of these targets whose plugin is there."""
-    found = {}
+def compile_all(targets: Sequence[str], before: str) -> None:
+    """Every program of these targets whose plugin is there and whose figures are older than
+    `before`, an ISO date, "": all of them. Both files are written after each.
+    """
+    known = kept_facts()
     for spec in (*every_spec(), *families()):
-        if spec.plugin and spec.target in targets:
-            found[spec] = facts(spec)
-            over = (
-                f"{load['context']}: {load['bytes'] / load['floor']:.3f}"
-                for load in found[spec]["loads"]
-            )
-            print(spec, *over, flush=True)
-    return found
+        figures = known.get(spec)
+        recent = figures is not None and "" < before <= figures.get("date", UNDATED)
+        if recent or not spec.plugin or spec.target not in targets:
+            continue
+        known[spec] = found = facts(spec)
+        write(known)
+        over = (
+            f"{load['context']}: {load['bytes'] / load['floor']:.3f}" for load in found["loads"]
+        )
+        print(spec, *over, flush=True)
 
 
 def kept_facts() -> dict[Spec, dict[str, Any]]:
     """What is known of every program without compiling one."""
     page = {step.pop("program"): step for step in json.loads((HERE / NAME).read_text())}
-    every = (*every_spec(), *families())
-    known = ((spec, kept(spec) or page.get(str(spec))) for spec in every)
+    known = ((spec, kept(spec) or page.get(str(spec))) for spec in (*every_spec(), *families()))
     return {spec: step for spec, step in known if step is not None}
+
+
+def write(found: dict[Spec, dict[str, Any]]) -> None:
+    """Both files, programs in the order of `every_spec`."""
+    order = {spec: place for place, spec in enumerate((*every_spec(), *families()))}
+    found = dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    programs = [{"program": str(spec), **step} for spec, step in found.items()]
+    (HERE / NAME).write_text(json.dumps(programs, indent=1) + "\n")
+    (HERE / "compiled_programs.md").write_text(table(found))
 
 
 def main() -> None:
@@ -131,17 +146,17 @@ def main() -> None:
         help="all by default",
     )
     parser.add_argument("--kept", action="store_true", help="compile nothing")
+    parser.add_argument("--before", default="", metavar="DATE", help="only figures older than that")
     options = parser.parse_args()
-    new = {} if options.kept else compiled_facts(options.targets)
-    if not new and not options.kept:
+    if options.kept:
+        write(kept_facts())
+    elif any(os.environ.get(PLUGINS[target]) for target in options.targets):
+        compile_all(options.targets, options.before)
+    else:
         sys.exit(
             "no compiler plugin: set JITNEY_CUDA_PLUGIN or JITNEY_TPU_PLUGIN, or run make "
             "test-compile"
         )
-    found = kept_facts() | new
-    programs = [{"program": str(spec), **step} for spec, step in found.items()]
-    (HERE / NAME).write_text(json.dumps(programs, indent=1) + "\n")
-    (HERE / "compiled_programs.md").write_text(table(found))
 
 
 if __name__ == "__main__":
