@@ -76,7 +76,7 @@ pack)
 run)
     packages=$ROOT/build/first_device
     mkdir -p "$packages/jitney"
-    "$PYTHON" -m pip install --no-index --no-deps --upgrade --find-links "$folder" \
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --find-links "$folder" \
         --target "$packages" "${WHEELS[@]}"
     ln -sfn "$ROOT/engine" "$ROOT/kernels" "$ROOT/dashboard" "$ROOT/__main__.py" \
         "$packages/jitney/"

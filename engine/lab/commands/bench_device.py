@@ -89,8 +89,8 @@ _COMMAND = Command(
 
 
 def bench_device(arguments: Sequence[str]) -> int:
-    """Measure, write both files after every row, print the goals; exit status 0, 1 if something
-    gave wrong answers.
+    """Measure, write both files after every row, print parts and goals; exit status 0, 1 if
+    something gave wrong answers.
     """
     args = _COMMAND.parse(arguments)
     folder = _folder("--out-dir", args.out_dir or _usual_folder())
@@ -99,8 +99,10 @@ def bench_device(arguments: Sequence[str]) -> int:
         files.bring(_folder("--from", args.earlier))
     results = _plan_from(args).measure(files, say)
     report = DeviceReport(results)
+    print("\n".join(report.part_table()))
+    if results.real:
+        print("\n".join(report.goal_table()))
     print(report.numerics())
-    print("\n".join(report.goal_table()))
     choice = report.prompt_choice()
     if choice is not None:
         print(_choice_line(choice))

@@ -4,6 +4,7 @@ beside its floor.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -126,6 +127,19 @@ class DeviceReport:
         heads = ["goal", "first", "then", "measured (worst)", "figures", "first", "then"]
         rows = [_goal_cells(row) for row in self.goals()]
         yield from Table(heads, rows).markdown_lines()
+
+    def part_table(self) -> Iterator[str]:
+        """How many rows of each part have figures, and why the others have none."""
+        heads = ["part", "rows with figures", "without", "why"]
+        yield from Table(heads, list(self._part_cells())).markdown_lines()
+
+    def _part_cells(self) -> Iterator[list[str]]:
+        for part in PARTS:
+            rows = [row for row in self.results.rows if row.part == part]
+            reasons = Counter(row.note for row in rows if not row.settled)
+            without = reasons.total()
+            if rows:
+                yield [part, str(len(rows) - without), str(without), "; ".join(reasons)]
 
     def prompt_choice(self) -> PromptChoice | None:
         """The kernels that should attend to prompts on this device: the entry for the table

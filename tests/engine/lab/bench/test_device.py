@@ -677,7 +677,7 @@ def test_the_command_in_processes_of_their_own(tmp_path: Path, capsys: pytest.Ca
         == 0
     )
     said = capsys.readouterr()
-    assert "no GPU or TPU here" in said.err and "| goal |" in said.out
+    assert "no GPU or TPU here" in said.err and "| smoke | 1 | 0 | |" in said.out
     assert json.loads((tmp_path / "device_cpu_tiny.json").read_text())["rows"]
     with pytest.raises(ConfigError, match="no such folder"):
         bench_device(["--out-dir", str(tmp_path / "absent")])
