@@ -169,7 +169,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
 
     products = None
     if sm >= _FP8_SINCE:
-        products = Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)
+        products = Fp8Products(w8a8.pack_fp8, kernels.matmul_fp8)
     return replace(
         reference(),
         name="triton",

@@ -12,6 +12,7 @@ cuBLASLt's fp8 product or a Triton one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,11 +20,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 #: Lower bound of a row's largest magnitude.
-_LEAST = 1e-30
+LEAST = 1e-30
 #: Largest int8 code.
 _GREATEST_INT8 = 127.0
 #: The fp8 dtype and its largest number.
-_FP8, _GREATEST_FP8 = jnp.float8_e4m3fn, 448.0
+FP8, GREATEST_FP8 = jnp.float8_e4m3fn, 448.0
 
 
 class Int8(NamedTuple):
@@ -62,9 +63,9 @@ def round_to_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     wide = x.astype(jnp.float32)
     most = _greatest_of_rows(wide)
-    codes = wide * (_GREATEST_FP8 / most)
+    codes = wide * (GREATEST_FP8 / most)
     # Multiplied by the inverse: XLA's scalar and vector divisions differ in the last bit.
-    return codes.astype(_FP8), most * (1 / _GREATEST_FP8)
+    return codes.astype(FP8), most * (1 / GREATEST_FP8)
 
 
 def pack_fp8(w: jax.Array, parts: int = 1) -> jax.Array:
@@ -77,13 +78,20 @@ def pack_fp8(w: jax.Array, parts: int = 1) -> jax.Array:
     return w.T[None]
 
 
-def matmul_fp8(x: jax.Array, w: Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
+def matmul_fp8(
+    x: jax.Array,
+    w: Fp8,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    rounded: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = round_to_fp8,
+) -> jax.Array:
     """x [T, I], its rows rounded to fp8, times w, packed by `pack_fp8` -> [T, O] in `dtype`.
+    rounded: computes what `round_to_fp8` does.
 
     The sums go through memory, in bfloat16 if `dtype` is. float16 would overflow: they reach I *
     448 * 448. HIGHEST: otherwise an H100 adds fp8 products with 14 bits.
     """
-    codes, units = round_to_fp8(x)
+    codes, units = rounded(x)
     sums = jax.lax.dot_general(
         codes,
         w.kernel[0],
@@ -99,4 +107,4 @@ def _greatest_of_rows(x: jax.Array) -> jax.Array:
     number that is not finite.
     """
     most = jnp.max(jnp.abs(x), axis=1, keepdims=True)
-    return jnp.where(jnp.isfinite(most), jnp.maximum(most, _LEAST), jnp.nan)
+    return jnp.where(jnp.isfinite(most), jnp.maximum(most, LEAST), jnp.nan)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jitney.kernels import delta_net as plain_delta_net
 from jitney.kernels import mamba as plain_mamba
-from jitney.kernels import reference
+from jitney.kernels import reference, w8a8
 from jitney.kernels import routing as plain_routing
 from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
 from jitney.kernels.experts import ExpertBlocks, Stack, gate, opened_size
@@ -43,6 +43,7 @@ from jitney.kernels.triton_gpu.tiles import (
     attention_tiles,
     latent_tiles,
 )
+from jitney.kernels.w8a8 import Fp8
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Elements that places of 32 bits reach, and programs along the second axis of a launch.
@@ -72,6 +73,8 @@ _KEPT_CHANNELS = 512
 _LEAST_INPUTS = 16
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
+#: Numbers of a row that a warp rounds to fp8: 16 of a thread's.
+_ROUNDED_BY_WARP = 512
 
 
 class _Prompts(Protocol):
@@ -656,6 +659,32 @@ class TritonKernels:
             size_out=w.shape[1],
             inputs=_FP8_INPUTS,
             BLOCK_K=_FP8_INPUTS,
+        )
+
+    def matmul_fp8(self, x: jax.Array, w: Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """See `jitney.kernels.w8a8.matmul_fp8`: XLA's product of rows that one kernel has rounded,
+        where XLA makes two or three of it.
+        """
+        return w8a8.matmul_fp8(x, w, dtype, rounded=self.round_to_fp8)
+
+    def round_to_fp8(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `jitney.kernels.w8a8.round_to_fp8`."""
+        n_rows, size = x.shape
+        block = _power_of_two(size)
+        return self.launch(
+            narrow_products.round_rows,
+            x,
+            out=(
+                jax.ShapeDtypeStruct(x.shape, w8a8.FP8),
+                jax.ShapeDtypeStruct((n_rows, 1), jnp.float32),
+            ),
+            grid=(n_rows,),
+            warps=max(1, min(32, block // _ROUNDED_BY_WARP)),
+            stages=1,
+            SIZE=size,
+            BLOCK=block,
+            LEAST=w8a8.LEAST,
+            GREATEST=w8a8.GREATEST_FP8,
         )
 
     def gated(self, x: jax.Array, w: jax.Array) -> jax.Array:

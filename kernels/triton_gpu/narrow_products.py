@@ -1,5 +1,5 @@
 """Triton kernels of products with group-wise int4 weights, for any number of rows, and with fp8
-weights, for the few rows of a decode step.
+weights, for the few rows of a decode step; and of rounding rows to fp8.
 
 Axes: M rows, I inputs, O outputs, R inputs per group. The weights are unpacked in registers: XLA
 would write them to memory as bfloat16 first, int4 because of the scales within the sum, fp8 on GPUs
@@ -252,3 +252,30 @@ def matmul_fp8(
     cells = y + (split * M + rows)[:, None] * SIZE_OUT + outs[None, :]
     mask = (rows < M)[:, None] & (outs < SIZE_OUT)[None, :]
     tl.store(cells, acc.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def round_rows(
+    x,
+    codes,
+    units,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+    GREATEST: tl.constexpr,
+):
+    """x [T, SIZE] -> codes [T, SIZE] and units float32 [T, 1] as `jitney.kernels.w8a8.round_to_fp8`
+    has them; program (row).
+    """
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    places = row.to(tl.int64) * SIZE + columns
+    numbers = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    size = tl.abs(numbers)
+    # The comparison is false for NaN too, which a maximum may leave out.
+    most = tl.max(tl.where(size < float("inf"), size, float("inf")), 0)
+    most = tl.where(most == float("inf"), float("nan"), tl.maximum(most, LEAST))
+    rounded = numbers * tl.div_rn(tl.zeros_like(most) + GREATEST, most)
+    tl.store(codes + places, rounded.to(codes.dtype.element_ty), mask=inside)
+    tl.store(units + row, most * (1.0 / GREATEST))

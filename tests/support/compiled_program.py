@@ -312,7 +312,7 @@ def _lay_out(model: Model, kernels: KernelSet) -> None:
         if isinstance(linear, ExpertLinear):
             assert kernels.experts is not None
             linear._set_apart_by(jax.eval_shape, _SetApart(linear.n_experts), kernels)
-        elif kernels.fp8 is not None and kernel.dtype == w8a8._FP8:
+        elif kernels.fp8 is not None and kernel.dtype == w8a8.FP8:
             linear.kernel = nnx.Param(jax.eval_shape(kernels.fp8.pack, kernel))
     assert isinstance(model, Llama)
     if model.lm_head is not None:

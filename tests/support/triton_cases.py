@@ -231,6 +231,30 @@ def check_fp8(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]
     return {"error": float(np.abs(y - expected).max() / np.abs(expected).max())}
 
 
+def check_rounding(rows: int, size: int, dtype: str = "float32") -> dict[str, Any]:
+    """Share of codes and units that are not numpy's to the last bit; units of rows with a number
+    that is not finite are NaN. Codes are compared of numbers that need no rounding: the
+    interpreter's is wrong where the exponent grows.
+    """
+    rng = np.random.default_rng(5)
+    whole = rng.choice(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), (rows, size))
+    whole[:, -1] = 0xFE  # -448
+    twos = np.exp2(np.arange(rows, dtype=np.float32) % 9 - 4)[:, None]
+    exact = whole.view(jnp.float8_e4m3fn).astype(np.float32) * twos
+    others = rng.standard_normal((rows + 4, size), np.float32)
+    others[rows], others[rows + 1, 1], others[rows + 2, 2] = 0.0, np.inf, np.nan
+    others[rows + 3, 0] = -np.inf
+    x = np.concatenate([exact, others]).astype(dtype)
+    codes, units = map(np.asarray, jax.jit(KERNELS.round_to_fp8)(x))
+    assert (codes.dtype, codes.shape, units.shape) == (jnp.float8_e4m3fn, x.shape, (len(x), 1))
+    finite = x[:-3].astype(np.float32)
+    most = np.maximum(np.abs(finite).max(1, keepdims=True), np.float32(1e-30))
+    wrong = codes[:rows].view(np.uint8) != whole
+    wrong_units = units[:-3] != most * np.float32(1 / 448)
+    zeros, hidden = codes[2 * rows].astype(np.float32) != 0, np.isfinite(units[-3:])
+    return {"wrong": float(sum(map(np.mean, (wrong, wrong_units, zeros, hidden))))}
+
+
 def check_experts(case: ExpertCase, kernels: TritonKernels = KERNELS) -> dict[str, Any]:
     """Greatest error of the answers, in spreads of their rows, against numpy; how many places of
     nobody were written.
@@ -493,6 +517,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "fp8: outputs no multiple": lambda: check_fp8(13, 77),
     "fp8: float16": lambda: check_fp8(40, 64, "float16"),
     "fp8: more rows than the kernel takes": lambda: check_fp8(17, 64),
+    "rounding: one row": lambda: check_rounding(1, 512),
+    "rounding: padded rows": lambda: check_rounding(5, 700, "bfloat16"),
+    "rounding: float16": lambda: check_rounding(9, 64, "float16"),
     **{
         f"experts: {name}": lambda case=case: check_experts(case)
         for name, case in EXPERTS.items()

@@ -347,6 +347,16 @@ def test_narrow_products(sm: int, dtype: str, group: int, rows: int):
     check(calls, sm)
 
 
+@pytest.mark.parametrize("sm,size,dtype", [(90, 14336, "bfloat16"), (89, 4096, "float32")])
+def test_a_row_that_is_rounded_to_fp8_stays_in_registers(sm: int, size: int, dtype: str):
+    def use(launch):
+        TritonKernels(launch).round_to_fp8(jnp.zeros((8, size), dtype))
+
+    (call,) = calls = record(sm, use)
+    check(calls, sm)
+    assert compile_call(call, sm).registers <= 64  # of which two programs of 32 warps fit
+
+
 @pytest.mark.parametrize("sm,rows", [(90, 256), (89, 1)])
 def test_the_cut_of_a_vocabulary(sm: int, rows: int):
     counting, choosing, *_, gathering, finishing = calls = cuts(sm, rows)
