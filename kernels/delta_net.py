@@ -172,14 +172,21 @@ class DeltaSequences(NamedTuple):
 
         A piece goes from the slot that it reads to the one that it writes, and on in that.
         """
+        owners, within, piece, begins = self.pieces_of_rows(n_rows)
+        writes = self.writes[owners, piece]
+        reads = jnp.where(within == begins, self.reads[owners, piece], writes)
+        return reads, writes, (within == 0) & (self.starts[owners] == 0)
+
+    def pieces_of_rows(self, n_rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(each row's sequence, its number in that, its piece, the number of that one's first row),
+        int32 [T].
+        """
         owners = self.owners(n_rows)
         within = jnp.arange(n_rows) - self.ends[owners]
         stops = self.stops[owners]
         piece = jnp.sum(within[:, None] >= stops[:, :-1], axis=1)
         begins = jnp.pad(stops, ((0, 0), (1, 0)))[jnp.arange(n_rows), piece]
-        writes = self.writes[owners, piece]
-        reads = jnp.where(within == begins, self.reads[owners, piece], writes)
-        return reads, writes, (within == 0) & (self.starts[owners] == 0)
+        return owners, within, piece, begins
 
 
 #: From a step's rows to what each head reads, float32 [T, H, V], and the memory behind the step.

@@ -250,6 +250,7 @@ def _pallas_set(chip: str) -> KernelSet:
     """
     from jitney.kernels import delta_net as plain_delta_net
     from jitney.kernels import reference as plain
+    from jitney.kernels.pallas_tpu import delta_net
     from jitney.kernels.pallas_tpu.experts import experts
     from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
     from jitney.kernels.pallas_tpu.narrow_products import matmul_int4
@@ -266,7 +267,7 @@ def _pallas_set(chip: str) -> KernelSet:
         gated=plain.gated_narrow,
         narrow_gates=True,
         experts=experts,
-        delta_net=partial(plain_delta_net.delta_net, recur=plain_delta_net.recur_on_tpu),
+        delta_net=partial(plain_delta_net.delta_net, recur=delta_net.recur),
         mamba=partial(mamba, recur=plain_delta_net.recur_on_tpu),
         table_columns=PoolLayout.LANES,
         scale_rows=PoolLayout.BYTE_ROWS,

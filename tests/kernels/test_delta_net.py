@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import delta_nets
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from delta_nets import Sizes, Step, Text, of_mamba
@@ -14,6 +16,7 @@ from delta_nets import Sizes, Step, Text, of_mamba
 from jitney.kernels import delta_net as plain
 from jitney.kernels.cpu import delta_net as native
 from jitney.kernels.mamba import mamba
+from jitney.kernels.pallas_tpu import delta_net as pallas
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -21,13 +24,16 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "reference": plain.delta_net,
     "reference, one by one": partial(plain.delta_net, recur=plain.recur_by_rows),
     "native": native.delta_net,
+    "pallas": partial(plain.delta_net, recur=partial(pallas.recur, interpret=True)),
     "reference of Mamba": of_mamba(partial(mamba, recur=plain.recur)),
     "native of Mamba": of_mamba(partial(mamba, recur=native.recur)),
 }
 
 
 def sizes_of(name: str, *sizes: Any) -> Sizes:
-    return Sizes(*sizes)._replace(corrects="Mamba" not in name)
+    """Of a TPU's kernel the values fill a vector."""
+    own = Sizes(*sizes)._replace(corrects="Mamba" not in name)
+    return own if sizes or name != "pallas" else own._replace(dim=8, width=128)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,7 @@ def sizes_of(name: str, *sizes: Any) -> Sizes:
         ("reference", (2, 2, 16, 80, 3)),
         ("native", (2, 2, 16, 80, 3)),
         ("native", (1, 2, 128, 128)),
+        ("pallas", (2, 6, 16, 128, 3)),
         ("reference of Mamba", (1, 4, 32, 16, 2)),
         ("native of Mamba", (2, 2, 16, 80, 3)),
         ("native of Mamba", (1, 2, 128, 128)),
@@ -52,6 +59,7 @@ def test_rows_in_chunks_are_the_recurrence(name: str, sizes: tuple[int, ...]):
     [
         ("reference", ()),
         ("native", (2, 2, 16, 80, 3)),
+        ("pallas", ()),
         ("reference of Mamba", (2, 2, 16, 80, 3)),
         ("native of Mamba", ()),
     ],
@@ -63,22 +71,24 @@ def test_rows_behind_a_checkpoint_are_the_recurrence(name: str, sizes: tuple[int
     assert found["error"] < 1e-3 and found["untouched"]
 
 
-@pytest.mark.parametrize("name", ["reference", "reference, one by one", "native"])
+@pytest.mark.parametrize("name", ["reference", "reference, one by one", "native", "pallas"])
 def test_steps_of_one_row_each_are_the_recurrence(name: str):
     found = delta_nets.row_by_row(KERNELS[name], sizes_of(name))
     assert found["error"] < 1e-3 and found["untouched"]
 
 
-@pytest.mark.parametrize("name", ["reference", "native", "reference of Mamba", "native of Mamba"])
+@pytest.mark.parametrize(
+    "name", ["reference", "native", "pallas", "reference of Mamba", "native of Mamba"]
+)
 def test_wrong_drafts_leave_nothing_behind(name: str):
     found = delta_nets.after_drafts(KERNELS[name], sizes_of(name))
     assert found["error"] < 1e-3 and found["untouched"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["native", "native of Mamba"])
-def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dtype: str):
-    sizes = sizes_of(name, 2, 4, 32, 32)
+@pytest.mark.parametrize("name", ["native", "native of Mamba", "pallas"])
+def test_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dtype: str):
+    sizes = sizes_of(name, 2, 4, 32, 128 if name == "pallas" else 32)
     rng = np.random.default_rng(5)
     weights = delta_nets.draw_weights(sizes, rng, dtype)
     text = Text.draw(sizes, rng, 2, 70)
@@ -113,6 +123,7 @@ def test_native_numbers_do_not_depend_on_the_cut_nor_on_the_others(name: str, dt
         ("reference", 3),
         ("reference, one by one", 3),
         ("native", 8),
+        ("pallas", 3),
         ("reference of Mamba", 3),
         ("native of Mamba", 8),
     ],
@@ -134,3 +145,32 @@ def test_a_row_that_is_computed_again_changes_nothing(name: str, rows: int):
     for number, text in enumerate(texts):
         wanted = delta_nets.definition(sizes, weights, text)
         np.testing.assert_allclose(after[number], wanted[7], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("lengths", [(200, 1, 0, 65), (63, 64, 15, 1), (0, 0, 0, 0)], ids=str)
+def test_a_tpu_passes_sequences_of_any_length(lengths: tuple[int, ...]):
+    """Decays near 0 and 1, sequences that begin, slots that are read and not written, padding."""
+    rng = np.random.default_rng(2)
+    n_rows, n_seqs, shape = 320, len(lengths), (10, 4, 8, 128)
+    size = n_rows, 2, 8
+    unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in rng.standard_normal((2, *size))]
+    values = rng.standard_normal((n_rows, 4, 128))
+    decay = rng.choice([0.0, 1e-30, 0.5, 1 - 1e-6, 1.0], (n_rows, 4))
+    rows = plain.DeltaRows(*unit, values, decay, rng.uniform(size=(n_rows, 4)))
+    reads = np.array([[0], [6], [2], [3]])
+    sequences = plain.DeltaSequences(
+        ends=np.cumsum([0, *lengths]),
+        stops=np.array(lengths)[:, None],
+        reads=reads,
+        writes=np.where(np.array(lengths)[:, None] > 0, [[5], [6], [7], [8]], 1 << 30),
+        starts=np.array([7, 3, 0, 0]),
+        again=np.zeros(n_seqs),
+    )
+    rows = jax.tree.map(partial(jnp.asarray, dtype=jnp.float32), rows)
+    sequences = jax.tree.map(partial(jnp.asarray, dtype=jnp.int32), sequences)
+    memory = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    given = rows, memory, sequences, jnp.int32(sum(lengths))
+    wanted = jax.jit(plain.recur_by_rows)(*given)
+    found = jax.jit(partial(pallas.recur, interpret=True))(*given)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
