@@ -49,12 +49,12 @@ class _Buffers(NamedTuple):
     """Scratch memory of a sweep; B query rows, M = G * B."""
 
     ring: _Ring
-    rows: jax.Ref  # [depth, B, H, W]: query rows as they came
-    queries: jax.Ref  # [K, M, W]: of the item
+    rows: jax.Ref  # [depth, B, H, width]: query rows as they came
+    queries: jax.Ref  # [K, M, width]: of the item
     top: jax.Ref  # float32 [K, M, 128]: running maximum, alike in all lanes
     total: jax.Ref  # float32 [K, M, 128]: running sum, alike in all lanes
-    acc: jax.Ref  # float32 [K, M, W]
-    out: jax.Ref  # [2, B, H, W]
+    acc: jax.Ref  # float32 [K, M, width]
+    out: jax.Ref  # [2, B, H, width]
     leaving: jax.Ref  # int32 [2] in SMEM: rows on their way out of each half of `out`
     left: jax.Ref  # DMA semaphores [2]
 
@@ -249,7 +249,7 @@ def _by_rows(size: int, count: jax.Array, act: Callable[[jax.Array | int, int], 
 def _start(step: StepRefs, buffers: _Buffers, slot: jax.Array) -> None:
     """An item's queries by key head, and the softmax of nothing, or of its heads' sinks."""
     size = buffers.rows.shape[1]
-    rows = buffers.rows[slot]  # [B, H, W]
+    rows = buffers.rows[slot]  # [B, H, width]
     turned = rows[0] if size == 1 else jnp.swapaxes(rows, 0, 1)
     buffers.queries[...] = turned.reshape(buffers.queries.shape)
     buffers.acc[...] = jnp.zeros(buffers.acc.shape, jnp.float32)
@@ -273,7 +273,7 @@ def _attend(
     first: jax.Array,
 ) -> None:
     """Add a block of keys, the first at position `first`, to the item's softmax."""
-    keys, values = _by_head(fixed, buffers.ring.pages[slot], buffers.queries.dtype)  # [K, C, W]
+    keys, values = _by_head(fixed, buffers.ring.pages[slot], buffers.queries.dtype)  # [K, C, width]
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = multiply("kmw,kcw->kmc", buffers.queries[...], keys)
@@ -288,11 +288,15 @@ def _attend(
 
 
 def _by_head(fixed: Constants, block: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [K, C, W] of a block [C, R, W]; both the same where they share rows."""
+    """Keys and values [K, C, width] of a block [C, R, W]; both the same where they share rows."""
     layout = fixed.layout
     rows = jnp.swapaxes(block, 0, 1).astype(dtype)
     if layout.packed:
-        return rows[: layout.heads], rows[: layout.heads]
+        parts = rows[: layout.heads * layout.parts]
+        parts = parts.reshape(layout.heads, layout.parts, fixed.keys, layout.row_width)
+        keys = jnp.concatenate([parts[:, part] for part in range(layout.parts)], axis=2)
+        keys = keys[:, :, : layout.width]
+        return keys, keys
     pairs = rows[: 2 * layout.heads].reshape(layout.heads, 2, fixed.keys, layout.width)
     return pairs[:, 0], pairs[:, 1]
 

@@ -120,7 +120,7 @@ class PallasKernels:
     ) -> tuple[int, int, int, int]:
         """See `jitney.kernels.interface.Kernels.pool_shape`: [N, page, R, W]."""
         layout = PoolLayout.of(n_kv_heads, head_dim, jnp.dtype(dtype).itemsize, value_dim)
-        return n_pages, page_size, layout.rows, layout.width
+        return n_pages, page_size, layout.rows, layout.row_width
 
     def paged_attention(
         self,
@@ -141,7 +141,7 @@ class PallasKernels:
         n_rows, n_kv, dim = k.shape
         layout = PoolLayout.of(n_kv, dim, kv.dtype.itemsize, options.get("value_dim", 0))
         plain: Any = jax.ShapeDtypeStruct((*kv.shape[:2], layout.planes * n_kv, dim), kv.dtype)
-        own_layout = kv.shape[2:] == (layout.rows, layout.width)
+        own_layout = kv.shape[2:] == (layout.rows, layout.row_width)
         if not own_layout and kv.shape != plain.shape:
             raise ValueError(
                 f"a pool of {kv.shape} holds no {n_kv} heads of {dim}; make it as pool_shape says"
@@ -169,7 +169,7 @@ class PallasKernels:
         n_kv = kv.shape[2] // (1 if value_dim else 2)
         layout = PoolLayout.of(n_kv, kv.shape[3], kv.dtype.itemsize, value_dim)
         scales = scales_of(kv, options.get("kv_scales"))
-        own_layout = kv.shape[2:] == (layout.rows, layout.width)
+        own_layout = kv.shape[2:] == (layout.rows, layout.row_width)
         pool = kv if own_layout else layout.pool(kv)
         fixed = self._constants(q, pool, meta, layout, options)
         o, _ = self._run(fixed, q, pool, None, meta, scales, options.get("sinks"))

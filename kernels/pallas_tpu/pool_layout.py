@@ -7,7 +7,7 @@ of W numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
@@ -28,22 +28,36 @@ class PoolLayout:
     heads: int  # K
     dim: int  # D
     rows: int  # R
-    width: int  # W
+    width: int  # numbers of a key, padded
     value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
+    parts: int = 1  # neighbouring rows that a key is cut into
 
     @classmethod
     def of(cls, heads: int, dim: int, itemsize: int, value_dim: int = 0) -> PoolLayout:
         """The layout for K key heads of dimension D in numbers of `itemsize` bytes."""
         packed = value_dim > 0 or 2 * dim <= cls.LANES
-        width = -(-dim // cls.LANES) * cls.LANES
-        rows = heads if packed else 2 * heads
-        return cls(heads, dim, _whole_tiles(rows, 4 // itemsize), width, value_dim)
+        rows = _whole_tiles(heads if packed else 2 * heads, 4 // itemsize)
+        width = cls._whole_vectors(dim)
+        # Rows that a tile has anyway, as two of a single key head in 16 bits, have parts of a key.
+        parts = rows // heads if value_dim else 1
+        found = cls(heads, dim, rows, width, value_dim, parts)
+        return found if found.row_width < width else replace(found, parts=1)
+
+    @classmethod
+    def _whole_vectors(cls, numbers: int) -> int:
+        """So many numbers or more, which fill rows of vector registers."""
+        return -(-numbers // cls.LANES) * cls.LANES
+
+    @property
+    def row_width(self) -> int:
+        """W."""
+        return self._whole_vectors(-(-self.dim // self.parts))
 
     @property
     def packed(self) -> bool:
-        """Whether key and value of a head share a row, [k | v | zeros], or [k | zeros] where the
-        value is part of the key. Otherwise row 2h is key head h and row 2h + 1 its value, each
-        padded with zeros.
+        """Whether key and value of a head share a row, [k | v | zeros], or a few rows, [k | zeros],
+        where the value is part of the key. Otherwise row 2h is key head h and row 2h + 1 its value,
+        each padded with zeros.
         """
         return self.value_dim > 0 or 2 * self.dim <= self.width
 
@@ -59,22 +73,27 @@ class PoolLayout:
     def pool(self, kv: jax.Array) -> jax.Array:
         """kv [N, page, 2K, D] -> [N, page, R, W]."""
         if self.packed:
-            kv = kv.reshape(*kv.shape[:2], self.heads, self.planes * self.dim)
+            size = self.planes * self.dim
+            kv = kv.reshape(*kv.shape[:2], self.heads, size)
+            kv = jnp.pad(kv, [(0, 0)] * 3 + [(0, self.parts * self.row_width - size)])
+            kv = kv.reshape(*kv.shape[:2], self.heads * self.parts, self.row_width)
         return self.fill(kv)
 
     def plain(self, pool: jax.Array) -> jax.Array:
         """pool [N, page, R, W] -> [N, page, 2K, D]."""
         if self.packed:
-            pairs = pool[:, :, : self.heads, : self.planes * self.dim]
+            keys = pool[:, :, : self.heads * self.parts]
+            keys = keys.reshape(*pool.shape[:2], self.heads, self.parts * self.row_width)
+            pairs = keys[..., : self.planes * self.dim]
             return pairs.reshape(*pool.shape[:2], self.planes * self.heads, self.dim)
         return pool[:, :, : 2 * self.heads, : self.dim]
 
     def queries(self, q: jax.Array) -> jax.Array:
-        """q [T, H, D] -> [T, H, W], with zeros where the pool's row is not the key."""
+        """q [T, H, D] -> [T, H, width], with zeros where the pool's row is not the key."""
         return jnp.pad(q, ((0, 0), (0, 0), (0, self.width - self.dim)))
 
     def values(self, o: jax.Array) -> jax.Array:
-        """The values' part of weighted sums of rows: [T, H, W] -> [T, H, D]."""
+        """The values' part of weighted sums of rows: [T, H, width] -> [T, H, D]."""
         if self.value_dim:
             return o[:, :, : self.value_dim]
         first = self.dim if self.packed else 0
@@ -82,7 +101,7 @@ class PoolLayout:
 
     def fill(self, rows: jax.Array) -> jax.Array:
         """Pad with zeros to [..., R, W]."""
-        missing = (0, self.rows - rows.shape[-2]), (0, self.width - rows.shape[-1])
+        missing = (0, self.rows - rows.shape[-2]), (0, self.row_width - rows.shape[-1])
         return jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [*missing])
 
 

@@ -50,7 +50,7 @@ class StepRefs(NamedTuple):
     counts: jax.Ref  # [3] or [4]
     # Arrays in HBM.
     new: jax.Ref | None  # [T, R, W]
-    q: jax.Ref  # [T, H, W], and the output: each row is read before it is written
+    q: jax.Ref  # [T, H, width], and the output: each row is read before it is written
     pool: jax.Ref  # [N, page, R, W]
     # In VMEM.
     factors: jax.Ref | None  # float32 [2, K, 1, 128] of keys and values
