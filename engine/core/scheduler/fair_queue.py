@@ -158,12 +158,6 @@ class FairQueue(WaitingQueue):
         own = waiting.pop(seq.request.account, 0)
         return own + sum(min(count, own + 1) for count in waiting.values())
 
-    def may_overflow(self, own: int, tenants: int, most: int) -> bool:
-        """A full queue is no reason to refuse a tenant that has less than its share in it: others
-        filled it.
-        """
-        return own * (tenants + 1) <= most
-
     def counters(self) -> dict[str, int]:
         """Tokens by tenant, as far as they are remembered."""
         return {tenant: account.counter for tenant, account in self._accounts.items()}

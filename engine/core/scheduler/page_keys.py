@@ -29,6 +29,7 @@ def _framed(part: str) -> bytes:
 
 def keys_of(seq: Sequence, page_size: int, n_pages: int) -> list[bytes]:
     """The keys of a sequence's first n_pages pages, which are full."""
+    seq.root = seq.root or root_of(seq.request, retain=seq.retains)
     _extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
     return seq.keys[:n_pages]
 

@@ -123,13 +123,6 @@ class WaitingQueue:
         """The tenants (`EngineRequest.account`) that a claimant may take a seat of."""
         return set()
 
-    def may_overflow(self, own: int, tenants: int, most: int) -> bool:
-        """Whether a tenant may wait though as many sequences wait as may (`most`).
-
-        own: its sequences that wait, the newcomer's included; tenants: how many have any.
-        """
-        return False
-
 
 def _place_of(seq: Sequence) -> _Place:
     group, number, index = seq.rank

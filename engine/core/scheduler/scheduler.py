@@ -191,15 +191,12 @@ class Scheduler:
         if request.background and self.sequences.seats.holds:
             raise RequestError("batches need a server with the policy continuous")
         self._arrivals += 1
-        leader = self.factory.leader(request, self._arrivals)
+        sequences = self.factory.sequences_of(request, self._arrivals)
         if request.resumed is None:
-            self._admission.admit(leader, self.clock())
-        sequences = [leader, *self.factory.siblings(leader)]
+            self._admission.admit(sequences[0], self.clock())
         if new_matcher is not None:
             for seq in sequences:
                 seq.matcher = new_matcher()
-        if request.resumed is not None:
-            sequences = self.factory.continued(sequences, request.resumed)
         self.sequences.add(request, sequences)
 
     def has_room(self, request: EngineRequest) -> bool:

@@ -176,7 +176,10 @@ class Sequence:
     most_pages: int = 0
     #: Its pages may serve others, or itself after a preemption.
     shares: bool = True
-    #: Hash chain of its full pages: where it begins, and one key for each page so far.
+    #: There is a prefix cache, so that later requests may find them.
+    retains: bool = True
+    #: Hash chain of its full pages: where it begins (`page_keys.keys_of` writes it), and one key
+    #: for each page so far.
     root: bytes = b""
     #: None: all its pages may serve others.
     own_pages: OwnPages | None = None

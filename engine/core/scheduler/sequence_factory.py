@@ -11,7 +11,6 @@ from hashlib import blake2b
 from jitney.engine.common.requests import EngineRequest, RequestLimits, SamplingParams
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.lengths import LengthEstimate
-from jitney.engine.core.scheduler.page_keys import root_of
 from jitney.engine.core.scheduler.sequence import OwnPages, Sequence
 
 
@@ -34,6 +33,16 @@ class SequenceFactory:
             self.request_limits.check_writes()
         return self.request_limits.check(request)
 
+    def sequences_of(self, request: EngineRequest, number: int) -> list[Sequence]:
+        """All sequences of a request, the leader first, but for those that ended in an earlier
+        core. See `leader`.
+        """
+        leader = self.leader(request, number)
+        sequences = [leader, *self._siblings(leader)]
+        if request.resumed is None:
+            return sequences
+        return _continued(sequences, request.resumed)
+
     def leader(self, request: EngineRequest, number: int) -> Sequence:
         """The first sequence of a request, or RequestError; nothing is registered yet. number: in
         order of arrival.
@@ -47,7 +56,7 @@ class SequenceFactory:
         seq.rank = self.order_key(request, seq.expected), number, 0
         return seq
 
-    def siblings(self, leader: Sequence) -> list[Sequence]:
+    def _siblings(self, leader: Sequence) -> list[Sequence]:
         """The other sequences of the leader's request."""
         group, number, _ = leader.rank
         siblings: list[Sequence] = []
@@ -75,7 +84,7 @@ class SequenceFactory:
             greedy_only=sampling.greedy_only,
             stop_ids=self._stop_ids(sampling),
             shares=self.pool.shares and (self.pool.retain or sampling.n > 1),
-            root=root_of(request, retain=self.pool.retain),
+            retains=self.pool.retain,
             own_pages=own_pages,
         )
 
@@ -85,26 +94,25 @@ class SequenceFactory:
             return stop_ids.union(sampling.stop_token_ids)
         return stop_ids
 
-    def continued(
-        self, sequences: list[Sequence], outputs: list[list[int] | None]
-    ) -> list[Sequence]:
-        """The sequences that had not ended in an earlier core, with the tokens that they have.
 
-        Those that have none come first: the first of all computes the prompt for the others, and
-        its log-probabilities, which those with tokens have sent already.
-        """
-        fresh: list[Sequence] = []
-        begun: list[Sequence] = []
-        for seq, tokens in zip(sequences, outputs, strict=True):
-            if tokens:
-                seq.tokens += tokens
-                seq.computed_high = seq.n_prompt + len(tokens) - 1
-                seq.first_token_at = seq.request.arrival
-                seq.scored = seq.n_prompt - 1
-                begun.append(seq)
-            elif tokens is not None:
-                fresh.append(seq)
-        return fresh + begun
+def _continued(sequences: list[Sequence], outputs: list[list[int] | None]) -> list[Sequence]:
+    """The sequences that had not ended in an earlier core, with the tokens that they have.
+
+    Those that have none come first: the first of all computes the prompt for the others, and
+    its log-probabilities, which those with tokens have sent already.
+    """
+    fresh: list[Sequence] = []
+    begun: list[Sequence] = []
+    for seq, tokens in zip(sequences, outputs, strict=True):
+        if tokens:
+            seq.tokens += tokens
+            seq.computed_high = seq.n_prompt + len(tokens) - 1
+            seq.first_token_at = seq.request.arrival
+            seq.scored = seq.n_prompt - 1
+            begun.append(seq)
+        elif tokens is not None:
+            fresh.append(seq)
+    return fresh + begun
 
 
 def _sibling_seed(seed: int, index: int) -> int:

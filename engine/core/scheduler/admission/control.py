@@ -11,14 +11,13 @@ import math
 import random
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait
+from jitney.engine.core.scheduler.admission.predicted_wait import PredictedWait, Prediction
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.sequence import Sequence
@@ -63,19 +62,14 @@ class _Work(NamedTuple):
         return cls(n, prompts + n * leader.expected)
 
 
-def _one_second(_: Sequence) -> float:
-    """Seconds in which a predicted wait falls by one second."""
-    return 1.0
-
-
 class _Bound(NamedTuple):
     """One of the bounds on what waits."""
 
     #: With the newcomer, and at most.
     level: float
     most: float
-    #: Seconds in which the level falls by one if no request comes; asked of refused requests only.
-    falls_in: Callable[[Sequence], float]
+    #: Seconds in which the level falls by one if no request comes.
+    falls_in: float
     #: What the client is told.
     reason: str
     #: How many times `most` it is for a tenant that others have left no room.
@@ -217,46 +211,30 @@ class AdmissionControl:
         """Whether `admit` would admit a request without a deadline."""
         if leader.request.background:
             return self._background_has_room(leader)
-        work = _Work.of(leader)
-        bounds = self._bounds(leader, work, self._wait(leader), self._share(leader, now), now)
+        work, prediction = _Work.of(leader), self.predicted_wait.prediction_for(leader)
+        bounds = self._bounds(work, prediction, self._share(leader, now), now)
         return self._refusal(bounds, leader, work) is None
 
     def _judge(self, leader: Sequence, now: float) -> None:
         if leader.request.background:
             self._judge_background(leader)
             return
-        work, wait = _Work.of(leader), self._wait(leader)
-        self._check_deadline(leader, wait, now)
+        work, prediction = _Work.of(leader), self.predicted_wait.prediction_for(leader)
+        _check_deadline(leader.request.deadline, prediction, now)
         share = self._share(leader, now)
-        bounds = self._bounds(leader, work, wait, share, now)
+        bounds = self._bounds(work, prediction, share, now)
         refusal = self._refusal(bounds, leader, work)
         if refusal is None:
             if self._finds_seats(work):
                 self._returns.clear()
             return
-        free_in = max(bound.excess * bound.falls_in(leader) for bound in bounds)
-        work_s = work.tokens * self._seconds_per_token(leader)
+        free_in = max(bound.excess * bound.falls_in for bound in bounds)
+        work_s = work.tokens * self._seconds_per_token(prediction)
         retry = self._returns.next(leader.request, now, free_in, work_s)
         if share < 1.0:
             refusal += "; half of the room is for requests that were refused before"
         raise RequestError(
             f"{refusal}; retry in {retry:.1f} s", code="queue_full", retry_after=retry
-        )
-
-    def _check_deadline(self, leader: Sequence, wait: float, now: float) -> None:
-        """Raise RequestError deadline_unreachable if the first token could not come in time after
-        so many seconds of waiting.
-        """
-        deadline = leader.request.deadline
-        if deadline is None:
-            return
-        if now + _HOPE * wait + self.predicted_wait.prefill_s(leader) <= deadline:
-            return
-        raise RequestError(
-            f"the first token could not come before the request's deadline; about {wait:.1f} s of "
-            "waiting are ahead",
-            code="deadline_unreachable",
-            retry_after=max(wait, SHORTEST_RETRY),
         )
 
     def _judge_background(self, leader: Sequence) -> None:
@@ -276,16 +254,6 @@ class AdmissionControl:
     def _finds_seats(self, work: _Work) -> bool:
         return self._backlog.sequences + work.sequences <= self._sequences.open_seats
 
-    def _wait(self, leader: Sequence) -> float:
-        """The predicted wait in seconds, or 0 if no setting or deadline needs it."""
-        if self._longest_wait(leader) or leader.request.deadline is not None:
-            return self.predicted_wait.wait(leader)
-        return 0.0
-
-    def _longest_wait(self, leader: Sequence) -> float:
-        """The longest predicted wait in seconds that is not refused; 0: any."""
-        return 0.0 if leader.request.admitted else self.limits.max_predicted_wait_s
-
     def _share(self, leader: Sequence, now: float) -> float:
         """Share of each bound that a request may fill if it finds no open seats."""
         if leader.request.admitted or not self._returns.expects_any(now):
@@ -294,9 +262,7 @@ class AdmissionControl:
             return 1.0
         return _FOR_NEW
 
-    def _bounds(
-        self, leader: Sequence, work: _Work, wait: float, most: float, now: float
-    ) -> list[_Bound]:
+    def _bounds(self, work: _Work, prediction: Prediction, most: float, now: float) -> list[_Bound]:
         """The bounds that hold for this request, and where it would take them. One of too many
         tokens may wait alone.
 
@@ -305,8 +271,8 @@ class AdmissionControl:
         if not self._sequences.live.n_open:
             return []
         finds_seats = self._finds_seats(work)
-        bounds = [] if finds_seats else self._bounds_of_waiting(work, most)
-        longest = self._longest_wait(leader)
+        bounds = [] if finds_seats else self._bounds_of_waiting(work, prediction, most)
+        wait, longest = prediction.wait_s, prediction.longest_wait_s
         if longest:
             share = _SURE if self._crowd_s(now) >= _FIRST_S else _AT_FIRST
             share = 1.0 if finds_seats else min(share, most)
@@ -315,7 +281,8 @@ class AdmissionControl:
                 f"about {wait:.1f} s of waiting are ahead, and at most {shown:g} are allowed; "
                 f"sequences waiting: {self._backlog.sequences}"
             )
-            bounds.append(_Bound(wait, longest, _one_second, reason, overflow=1.0, now=share))
+            # A predicted wait falls by a second in a second.
+            bounds.append(_Bound(wait, longest, 1.0, reason, overflow=1.0, now=share))
         return bounds
 
     def _crowd_s(self, now: float) -> float:
@@ -327,7 +294,7 @@ class AdmissionControl:
             self._crowded_since = now
         return now - self._crowded_since
 
-    def _bounds_of_waiting(self, work: _Work, share: float) -> list[_Bound]:
+    def _bounds_of_waiting(self, work: _Work, prediction: Prediction, share: float) -> list[_Bound]:
         """The bounds on how much waits. share: of each that may be filled."""
         backlog, limits = self._backlog, self.limits
         most = limits.max_waiting_requests
@@ -335,7 +302,7 @@ class AdmissionControl:
             _Bound(
                 backlog.sequences + work.sequences - self._sequences.open_seats,
                 most,
-                self._seconds_per_place,
+                self._seconds_per_place(prediction),
                 f"too many sequences are waiting: {backlog.sequences}, of at most {most}",
                 now=share,
             )
@@ -346,7 +313,8 @@ class AdmissionControl:
                 f"too many tokens are waiting to be computed: {backlog.work}, of at most {most}"
             )
             level = backlog.work + work.tokens
-            bounds.append(_Bound(level, most, self._seconds_per_token, reason, now=share))
+            falls_in = self._seconds_per_token(prediction)
+            bounds.append(_Bound(level, most, falls_in, reason, now=share))
         return bounds
 
     def _refusal(self, bounds: list[_Bound], leader: Sequence, work: _Work) -> str | None:
@@ -357,20 +325,25 @@ class AdmissionControl:
         return _first_over([bound.for_a_modest_tenant() for bound in bounds])
 
     def _may_overflow(self, leader: Sequence, work: _Work) -> bool:
-        """Whether others have filled the queue, and the leader's tenant has not."""
+        """Whether tenants take turns, and others have filled the queue: it is no reason to refuse
+        one that has less than its share in it.
+        """
+        if self.limits.order != "fair":
+            return False
         accounts = self._backlog.accounts
         own = accounts[leader.request.account] + work.sequences
-        most = self.limits.max_waiting_requests
-        return self._sequences.live.queue.may_overflow(own, len(accounts), most)
+        return own * (len(accounts) + 1) <= self.limits.max_waiting_requests
 
-    def _seconds_per_token(self, leader: Sequence) -> float:
+    def _seconds_per_token(self, prediction: Prediction) -> float:
         backlog = self._backlog
-        tokens = backlog.work / backlog.sequences if backlog.sequences else leader.expected
-        return self._seconds_per_place(leader) / max(1.0, tokens)
+        tokens = prediction.answer_tokens
+        if backlog.sequences:
+            tokens = backlog.work / backlog.sequences
+        return self._seconds_per_place(prediction) / max(1.0, tokens)
 
-    def _seconds_per_place(self, leader: Sequence) -> float:
+    def _seconds_per_place(self, prediction: Prediction) -> float:
         """Seconds after which a place comes free: all seats go on to the end of an answer."""
-        return self.predicted_wait.answer_s(leader) / self._sequences.working_seats
+        return prediction.answer_s / self._sequences.working_seats
 
 
 def _first_over(bounds: list[_Bound]) -> str | None:
@@ -379,3 +352,16 @@ def _first_over(bounds: list[_Bound]) -> str | None:
         if bound.level > bound.now * bound.most:
             return bound.reason
     return None
+
+
+def _check_deadline(deadline: float | None, prediction: Prediction, now: float) -> None:
+    """Raise RequestError deadline_unreachable if the first token could not come in time."""
+    wait = prediction.wait_s
+    if deadline is None or now + _HOPE * wait + prediction.prefill_s <= deadline:
+        return
+    raise RequestError(
+        f"the first token could not come before the request's deadline; about {wait:.1f} s of "
+        "waiting are ahead",
+        code="deadline_unreachable",
+        retry_after=max(wait, SHORTEST_RETRY),
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,6 +74,22 @@ def _most_left(seq: Sequence) -> int:
     return max(1, seq.limit - seq.n_prompt - seq.n_output)
 
 
+class Prediction(NamedTuple):
+    """Of a newcomer, by the open sequences and how long steps take."""
+
+    #: The longest predicted wait in seconds that it is not refused for; 0: any.
+    longest_wait_s: float
+    #: Seconds until it should board; 0 if no setting or deadline needs it.
+    wait_s: float
+    #: The least seconds for the rows of its prompt that are not found in pages now; 0 if it has no
+    #: deadline.
+    prefill_s: float
+    #: Output tokens that it is expected to have.
+    answer_tokens: int
+    #: Seconds that a seat is taken by one answer, going by those that wait.
+    answer_s: float
+
+
 class PredictedWait:
     """Predicts a newcomer's wait; none before a step was measured.
 
@@ -106,6 +123,25 @@ class PredictedWait:
     def pass_step(self) -> None:
         """A step is planned: the running answers will be one token further."""
         self._endings = None
+
+    def prediction_for(self, newcomer: Sequence) -> Prediction:
+        """All that admission control asks about a newcomer."""
+        hurried = newcomer.request.deadline is not None
+        longest = 0.0 if newcomer.request.admitted else self.limits.max_predicted_wait_s
+        tokens = self._mean_expected() if self._live.backlog.sequences else newcomer.expected
+        wait = prefill = 0.0
+        if longest or hurried:
+            wait = self.wait(newcomer)
+        if hurried:
+            rows = newcomer.n_prompt - self._sequences.pages.found(newcomer)
+            prefill = self.step_times.fastest_prefill(rows)
+        return Prediction(
+            longest_wait_s=longest,
+            wait_s=wait,
+            prefill_s=prefill,
+            answer_tokens=newcomer.expected,
+            answer_s=tokens * (self.step_times.step or _FIRST_STEP_S),
+        )
 
     def wait(self, newcomer: Sequence) -> float:
         """Seconds until it should board; 0 before anything was measured."""
@@ -202,11 +238,6 @@ class PredictedWait:
             return backlog.expected / backlog.sequences
         return queue.expected / len(queue.waiting) if queue.waiting else 1.0
 
-    def answer_s(self, newcomer: Sequence) -> float:
-        """Seconds that a seat is taken by one answer, going by those that wait."""
-        tokens = self._mean_expected() if self._live.backlog.sequences else newcomer.expected
-        return tokens * (self.step_times.step or _FIRST_STEP_S)
-
     def _prompt_steps(self, ahead: int, rows: int) -> tuple[float, float]:
         """(steps that are full of the prompt rows ahead, seconds of all of them).
 
@@ -249,9 +280,3 @@ class PredictedWait:
         if seconds is None:
             seconds = times.step or _FIRST_STEP_S
         return most, seconds + times.per_pair * most * mean / 2
-
-    def prefill_s(self, leader: Sequence) -> float:
-        """The least seconds for the rows of the prompt that are not found in pages now."""
-        return self.step_times.fastest_prefill(
-            leader.n_prompt - self._sequences.pages.found(leader)
-        )
