@@ -236,9 +236,8 @@ def served_kernels(setup: Setup) -> KernelSet:
 def kernels_for(setup: Setup, config: ModelConfig, kv_dtype: np.dtype) -> KernelSet:
     """The kernels for a model of the engine."""
     settings = setup.settings
-    heads = ServedHeads(
-        config.largest_head, setup.dtype.name, kv_dtype.name, config.attention_sinks
-    )
+    widths = [config.of_layer(layer).head_dim for layer in range(config.n_layers)]
+    heads = ServedHeads(max(widths), setup.dtype.name, kv_dtype.name, config.attention_sinks)
     if setup.is_encoder:
         heads = None
     kernels = choose_kernels(setup.device.platform, settings.kernels, heads)

@@ -67,7 +67,9 @@ def nothing_kept(config: ModelConfig, seqs: int) -> list[Any]:
     seats: Any = None
     if config.recurrent is not None:
         seats = DeltaState.empty(config.recurrent.state_shapes(seqs))
-    return config.by_layer(lambda _: jnp.zeros(0), seats)
+    return [
+        jnp.zeros(0) if layer in config.pool_layers else seats for layer in range(config.n_layers)
+    ]
 
 
 @jax.jit

@@ -255,7 +255,7 @@ class Experts(MLP):
         size, inner, own = config.hidden_size, config.intermediate_size, experts.own
         self.experts = experts
         self.shards = config.shards
-        self.group_size = config.feed_forward_shards(config.shards)
+        self.group_size = config.shards // experts.groups
         columns = experts.router_columns
         self.router = nnx.Param(normal(rngs, (size, columns), 1.5 * size**-0.5, dtype))
         #: [X], by which experts' shares are multiplied; or None.

@@ -109,7 +109,7 @@ def random_model(
     if weights != "plain":
         for linear in model.linears():
             linear.set_matrix(quantise(linear.packed.kernel, scheme=weights, dtype=dtype))
-    if kv in KV_TYPES and config.n_pools:
+    if kv in KV_TYPES and config.pool_layers:
         factor = _RANDOM_KV / limit_of(KV_TYPES[kv])
         heads = [config.of_layer(layer).n_kv_heads for layer in config.pool_layers]
         model.set_kv_scales([jnp.full((2 * count,), factor, jnp.float32) for count in heads])

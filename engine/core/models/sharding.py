@@ -245,7 +245,8 @@ class Shares:
     @cached_property
     def group_size(self) -> int:
         """Devices of a group that holds experts of its own; an engine's without experts."""
-        return self.config.feed_forward_shards(self.shards)
+        experts = self.config.experts
+        return self.shards // (1 if experts is None else experts.groups)
 
     @property
     def groups(self) -> int:

@@ -24,7 +24,6 @@ from jitney.engine.core.models.quantization import KV_TYPES
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.models.sharding import TENSOR, Shares
 from jitney.engine.core.weights.checkpoint import open_checkpoint
-from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.kernels.delta_net import DeltaState, StateSlots
 from jitney.kernels.interface import AttentionMeta
@@ -159,14 +158,15 @@ def _largest(model: Model, tokens: Sequence[int], mesh: Mesh | None = None) -> l
     count = min(len(tokens), _MOST_TOKENS, config.context_length)
     pages = -(-count // _PAGE)
 
-    def empty_pool(own: ModelConfig) -> Any:
-        return jnp.zeros((pages + 1, _PAGE, 2 * own.n_kv_heads, own.head_dim), dtype)
-
     def read(state: Any, row: Array, meta: AttentionMeta) -> list[Array]:
         slot: Any = None
         if config.recurrent is not None:
             slot = DeltaState.empty(config.recurrent.state_shapes(1))
-        empty = config.by_layer(empty_pool, slot)
+        empty = [slot] * config.n_layers
+        for layer in config.pool_layers:
+            own = config.of_layer(layer)
+            shape = pages + 1, _PAGE, 2 * own.n_kv_heads, own.head_dim
+            empty[layer] = jnp.zeros(shape, dtype)
         _, states = nnx.merge(graph, state)(row, empty, meta, kernels)
         pools = [states[layer] for layer in config.pool_layers]  # [N, page, 2K, D]
         return [jnp.max(jnp.abs(pool), axis=(0, 1, 3)).astype(jnp.float32) for pool in pools]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jitney.engine.common.errors import ModelError
+from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.requests import Pooling
 
 #: The consecutive parts of a weight of a recurrent layer: (heads, numbers per head). Devices split
@@ -134,6 +134,31 @@ class ExpertsConfig:
     def all_groups(self) -> int:
         """Groups with different experts, of all engines."""
         return self.engines * self.groups
+
+    def dealt_out(self, groups: int, engines: int) -> ExpertsConfig:
+        """Each group of each engine holds whole experts of its own. Raises ConfigError."""
+        if self.n_experts % (engines * groups):
+            dealt = f"expert_parallel {groups}"
+            if engines > 1:
+                dealt = f"data_parallel {engines} with {dealt}"
+            raise ConfigError(f"{dealt} does not divide the model's {self.n_experts} experts")
+        return replace(self, groups=groups, engines=engines)
+
+    def uneven(self, shards: int) -> dict[str, tuple[int, int]]:
+        """Sizes that are divided over devices: names -> (size, parts)."""
+        return {
+            "columns of the shared expert": (self.shared_size, shards),
+            "columns of layers without experts": (self.dense_size, shards),
+        }
+
+    def local(self, shards: int) -> ExpertsConfig:
+        """One device's, of `shards`: the experts of its group, and its columns of the others."""
+        return replace(
+            self,
+            held=self.n_experts // self.all_groups if self.all_groups > 1 else self.held,
+            shared_size=self.shared_size // shards,
+            dense_size=self.dense_size // shards,
+        )
 
     def block_rows(self, rows: int) -> int:
         """Rows multiplied with an expert at a time in a step of `rows` of all engines."""
@@ -380,6 +405,10 @@ class FullHeads:
     head_dim: int
     #: See `ModelConfig.kv_projections`.
     kv_projections: int = 2
+
+    def local(self, shards: int) -> FullHeads:
+        """One device's, of `shards`; devices beyond the heads share them."""
+        return replace(self, n_kv_heads=max(1, self.n_kv_heads // shards))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.core.weights.checkpoints.layer_configs import (
@@ -202,28 +201,9 @@ class ModelConfig:
         return self.of_layer(layer).position_size
 
     @property
-    def largest_head(self) -> int:
-        """The most numbers of a head of any layer."""
-        return max(self.of_layer(layer).head_dim for layer in range(self.n_layers))
-
-    @property
     def recurrent(self) -> DeltaNetConfig | ShortConvConfig | MambaConfig | None:
         """The layers with a state instead of pages."""
         return self.delta_net or self.short_conv or self.mamba
-
-    def by_layer(self, pool: Callable[[ModelConfig], Any], state: Any) -> list[Any]:
-        """The state of each layer: pool(its configuration), the state of a recurrent layer, or
-        None.
-        """
-        states: list[Any] = [state if self.recurrent is not None else None] * self.n_layers
-        for layer in self.pool_layers:
-            states[layer] = pool(self.of_layer(layer))
-        return states
-
-    @property
-    def n_pools(self) -> int:
-        """Number of pools."""
-        return len(self.pool_layers)
 
     @property
     def slot_bytes(self) -> int:
@@ -232,7 +212,7 @@ class ModelConfig:
             return 0
         shapes = self.recurrent.state_shapes(1)
         numbers = sum(math.prod(shape) for shape in shapes if shape is not None)
-        return 4 * numbers * (self.n_layers - self.n_pools)
+        return 4 * numbers * (self.n_layers - len(self.pool_layers))
 
     @property
     def output_size(self) -> int:
@@ -363,20 +343,7 @@ class ModelConfig:
             setting = "data_parallel" if engines > 1 else f"expert_parallel {groups}"
             advice = _INSTEAD if engines > 1 else "leave it out"
             raise ConfigError(f"{setting} deals out experts, and this model has none: {advice}")
-        if self.experts.n_experts % (engines * groups):
-            dealt = f"expert_parallel {groups}"
-            if engines > 1:
-                dealt = f"data_parallel {engines} with {dealt}"
-            raise ConfigError(
-                f"{dealt} does not divide the model's {self.experts.n_experts} experts"
-            )
-        return replace(self, experts=replace(self.experts, groups=groups, engines=engines))
-
-    def feed_forward_shards(self, shards: int) -> int:
-        """Devices among `shards` that share a feed-forward; for an expert, those of its group."""
-        if self.experts is None:
-            return shards
-        return shards // self.experts.groups
+        return replace(self, experts=self.experts.dealt_out(groups, engines))
 
     def local(self, shards: int) -> ModelConfig:
         """The part of one of `shards` devices: its share of heads, feed-forward and vocabulary.
@@ -385,13 +352,13 @@ class ModelConfig:
         """
         if shards < 1:
             raise ConfigError(f"a model cannot be divided over {shards} devices")
-        inner_shards = self.feed_forward_shards(shards)
+        experts, heads = self.experts, self.full_heads
+        inner_shards = shards // (1 if experts is None else experts.groups)
         sizes = {
             "query heads": (self.n_heads, shards),
             "feed-forward columns": (self.intermediate_size, inner_shards),
             "vocabulary entries": (self.vocab_size, shards),
         }
-        heads = self.full_heads
         for kv_heads in (self.n_kv_heads, *([] if heads is None else [heads.n_kv_heads])):
             if kv_heads % shards and shards % kv_heads:
                 sizes = {"key-value heads": (kv_heads, shards)}
@@ -399,22 +366,12 @@ class ModelConfig:
             sizes |= self.recurrent.uneven(shards)
         if self.eagle3 is not None:
             sizes["vocabulary entries that are drafted"] = self.eagle3.vocab_size, shards
-        if self.experts is not None:
-            sizes["columns of the shared expert"] = self.experts.shared_size, shards
-            sizes["columns of layers without experts"] = self.experts.dense_size, shards
+        if experts is not None:
+            sizes |= experts.uneven(shards)
         uneven = [f"{size} {name}" for name, (size, parts) in sizes.items() if size % parts]
         if uneven:
             raise ConfigError(
                 f"tensor_parallel {shards} does not divide the model's {' and '.join(uneven)}"
-            )
-        experts = self.experts
-        if experts is not None and experts.all_groups > 1:
-            experts = replace(experts, local_experts=experts.n_experts // experts.all_groups)
-        if experts is not None:
-            experts = replace(
-                experts,
-                shared_size=experts.shared_size // shards,
-                dense_size=experts.dense_size // shards,
             )
         return replace(
             self,
@@ -423,8 +380,8 @@ class ModelConfig:
             mamba=self.mamba and self.mamba.local(shards),
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
-            full_heads=heads and replace(heads, n_kv_heads=max(1, heads.n_kv_heads // shards)),
+            full_heads=heads and heads.local(shards),
             intermediate_size=self.intermediate_size // inner_shards,
-            experts=experts,
+            experts=experts and experts.local(shards),
             shards=shards,
         )

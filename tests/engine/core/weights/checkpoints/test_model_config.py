@@ -383,7 +383,7 @@ def test_encoders_are_read():
     small = read_hf_config(BGE_SMALL)
     assert small.encoder == EncoderConfig("mean", 2)
     assert (small.context_length, small.head_dim, small.rms_eps) == (512, 32, 1e-12)
-    assert (small.n_pools, small.output_size) == (0, 1)
+    assert (small.pool_layers, small.output_size) == ((), 1)
     reranker = read_hf_config(BGE_RERANKER)
     assert reranker.encoder == EncoderConfig("classify", 1, first_position=2)
     assert (reranker.context_length, reranker.activation) == (8192, "gelu")
