@@ -111,10 +111,10 @@ def programs_when_used() -> Iterator[None]:
     """
     from programs import await_use
 
-    from jitney.engine.core.executor.runner import Runner
+    from jitney.engine.core.executor.step_programs import StepPrograms
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "_compile_steps", await_use)
+        patch.setattr(StepPrograms, "_compile_all", await_use)
         yield
 
 

@@ -26,6 +26,7 @@ from .executor.proving import served_by as served_by
 from .executor.runner import LaunchedStep as LaunchedStep
 from .executor.runner import Runner as Runner
 from .executor.sampling import threshold as threshold
+from .executor.step_programs import StepPrograms as StepPrograms
 from .executor.threads import own_processors as own_processors
 from .executor.threads import processors_here as processors_here
 from .grammar.embedding import schemas as schemas

@@ -31,10 +31,11 @@ from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling
 from jitney.engine.core.executor.draft_model import DraftModel
 from jitney.engine.core.executor.kept_programs import KeptPrograms
 from jitney.engine.core.executor.memory import PoolShares, PoolSizes, in_one_line, likely_temp_bytes
-from jitney.engine.core.executor.pool_sizing import sized_runner
+from jitney.engine.core.executor.pool_sizing import sized_programs
 from jitney.engine.core.executor.prediction_head import HeadModel
 from jitney.engine.core.executor.proving import proofs_of, proven, served_by
 from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.jax_start import keep_freed_memory, start_jax
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.scheduler.buckets import Buckets
@@ -171,11 +172,12 @@ def _build(
     _lay_out(model, kernels, setup.mesh)
     draft = _load_draft(setup, model, kernels, progress)
     ceiling = _measure_ceiling(setup, model, kernels)  # before the KV pool takes the memory
-    runner = _make_runner(setup, model, kernels, draft)
+    programs = _make_programs(setup, model, kernels, draft)
+    runner = _runner_class(setup)(programs, end_ids=tuple(setup.source.config.eos_ids))
     _compile(setup, runner, progress)
     if setup.device.platform == "cpu":
         keep_freed_memory()
-    info = describe_engine(setup, model, kernels, runner, proofs, defaults)
+    info = describe_engine(setup, model, kernels, programs, proofs, defaults)
     info = msgspec.structs.replace(info, step_cost=_step_cost(setup, model), ceiling=ceiling)
     manager = None
     follows = hosts is not None and hosts.host_id > 0 and config.engine.data_parallel == 1
@@ -395,22 +397,20 @@ def _padding_is_free(setup: Setup, model: Model, kernels: KernelSet) -> bool:
     return any_layout or all(linear.in_panels for linear in model.linears())
 
 
-def _make_runner(
+def _make_programs(
     setup: Setup, model: Model, kernels: KernelSet, draft: DraftModel | None
-) -> Runner:
+) -> StepPrograms:
     buckets = replace(
         make_buckets(setup, kernels),
         padding_is_free=_padding_is_free(setup, model, kernels),
     )
-    make_runner = _runner_class(setup)
 
-    def make(pools: PoolSizes) -> Runner:
-        return make_runner(
+    def make(pools: PoolSizes) -> StepPrograms:
+        return StepPrograms(
             model,
             buckets,
             kernels,
             setup.sizes().with_pools(pools),
-            end_ids=tuple(setup.source.config.eos_ids),
             mesh=setup.mesh,
             greedy_only_mixed=setup.runs_in_parts or setup.device.platform in ("gpu", "cuda"),
             in_parts=setup.runs_in_parts,
@@ -421,7 +421,7 @@ def _make_runner(
 
     if setup.is_encoder:
         return make(PoolSizes((NoPages().n_pages,)))
-    return sized_runner(
+    return sized_programs(
         setup.settings,
         setup.sizes(),
         setup.own_devices,
@@ -474,7 +474,7 @@ def _compile(setup: Setup, runner: Runner, progress: _Report) -> None:
 
     with in_one_line("making the KV pool"):
         runner.compile(report, meet)
-    memory = runner.program_memory()
+    memory = runner.programs.memory()
     _log.info("compiled: %s", memory)
     for line in memory.table():
         _log.debug("%s", line)
@@ -482,7 +482,7 @@ def _compile(setup: Setup, runner: Runner, progress: _Report) -> None:
 
 def _make_core(setup: Setup, runner: Runner, alone: EngineCore | None) -> EngineCore:
     """The engine's core; alone: the canary's core, if any."""
-    scheduler = _make_scheduler(setup, runner)
+    scheduler = _make_scheduler(setup, runner.programs)
     late = setup.device.platform == "cpu" and setup.hosts is None
     if setup.settings.data_parallel > 1:
         from jitney.engine.core.distributed.lockstep import LockstepCore
@@ -500,7 +500,7 @@ def _make_core(setup: Setup, runner: Runner, alone: EngineCore | None) -> Engine
     return CanaryCore(scheduler, runner, Ledger(), alone=alone, every=every, limit=limit)
 
 
-def _make_scheduler(setup: Setup, runner: Runner) -> Scheduler:
+def _make_scheduler(setup: Setup, programs: StepPrograms) -> Scheduler:
     settings, model = setup.settings, setup.source.config
     limits = SchedulerLimits.of(
         settings,
@@ -513,39 +513,39 @@ def _make_scheduler(setup: Setup, runner: Runner) -> Scheduler:
     )
     return Scheduler(
         limits,
-        runner.buckets,
-        _make_pool(setup, runner, runner.group_pages[0]),
+        programs.buckets,
+        _make_pool(setup, programs, programs.sizes.group_pages[0]),
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
         window=model.window,
         windows={
-            window: _make_pool(setup, runner, pages)
-            for window, pages in window_pages(setup, runner).items()
+            window: _make_pool(setup, programs, pages)
+            for window, pages in window_pages(setup, programs).items()
         },
-        state=_make_state(setup, runner),
+        state=_make_state(setup, programs),
     )
 
 
-def _make_pool(setup: Setup, runner: Runner, n_pages: int) -> PagePool:
+def _make_pool(setup: Setup, programs: StepPrograms, n_pages: int) -> PagePool:
     if setup.is_encoder:
         return NoPages()
     return PagePool(
         n_pages,
         setup.settings.page_size,
-        retain=retains_prefixes(setup, runner),
+        retain=retains_prefixes(setup, programs),
         share_outputs=_shares_outputs(setup.settings),
-        shares=setup.source.config.recurrent is None or runner.checkpoints > 0,
+        shares=setup.source.config.recurrent is None or programs.sizes.checkpoints > 0,
     )
 
 
-def _make_state(setup: Setup, runner: Runner) -> StateTables | None:
+def _make_state(setup: Setup, programs: StepPrograms) -> StateTables | None:
     """The slots of recurrent layers; None if there are none."""
     settings = setup.settings
     if setup.source.config.recurrent is None:
         return None
-    shares = _pool_shares(setup, runner.program.kernels, runner.draft_model)
+    shares = _pool_shares(setup, programs.step.kernels, programs.draft_model)
     return StateTables(
-        PagePool(settings.max_seats + runner.checkpoints + 1, settings.page_size),
+        PagePool(settings.max_seats + programs.sizes.checkpoints + 1, settings.page_size),
         settings.max_seats,
         shares.checkpoint_tokens // settings.page_size,
         turns=setup.drafting is None,
@@ -567,16 +567,16 @@ def _core_alone(setup: Setup, model: Model, kernels: KernelSet) -> EngineCore:
     sizes = replace(setup.sizes(n_pages), seats=1, context_length=longest, drafting=None)
     buckets = Buckets.of(max_seats=1, token_budget=_CANARY_ROWS, token_sizes=(_CANARY_ROWS,))
     end_ids = tuple(model.config.eos_ids)
-    runner = Runner(
+    programs = StepPrograms(
         own,
         buckets,
         reference_of(kernels),
         sizes,
-        end_ids=end_ids,
         mesh=setup.mesh,
         greedy_only_mixed=setup.runs_in_parts,
         in_parts=setup.runs_in_parts,
     )
+    runner = Runner(programs, end_ids=end_ids)
     runner.compile()
     scheduler = Scheduler(
         SchedulerLimits(

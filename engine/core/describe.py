@@ -19,39 +19,39 @@ from jitney.engine.common.engine_info import (
 )
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.config import EngineSection, configuration_digest
-from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.setup import Setup
 from jitney.engine.core.weights.describe import count_parameters, describe_weights
 from jitney.kernels.interface import KernelSet
 
 
-def window_pages(setup: Setup, runner: Runner) -> dict[int, int]:
+def window_pages(setup: Setup, programs: StepPrograms) -> dict[int, int]:
     """By window the pages, the trash page included, of each cache group that has its own beside
     the first.
     """
     groups = setup.source.config.cache_groups[1:]
     windows = [group.window for group in groups]
-    return dict(zip(windows, runner.group_pages[1:], strict=False))
+    return dict(zip(windows, programs.sizes.group_pages[1:], strict=False))
 
 
-def retains_prefixes(setup: Setup, runner: Runner) -> bool:
+def retains_prefixes(setup: Setup, programs: StepPrograms) -> bool:
     """Whether there is a prefix cache: recurrent layers need slots for checkpoints."""
     recurrent = setup.source.config.recurrent is not None
-    return setup.settings.prefix_cache and (not recurrent or runner.checkpoints > 0)
+    return setup.settings.prefix_cache and (not recurrent or programs.sizes.checkpoints > 0)
 
 
 def describe_engine(
     setup: Setup,
     model: Model,
     kernels: KernelSet,
-    runner: Runner,
+    programs: StepPrograms,
     proofs: list[KernelProof],
     defaults: dict[str, int | float],
 ) -> EngineInfo:
     """The description of a running engine for API, page and `doctor`."""
     identity = setup.source.identity(setup.config.model.adapter_folders)
-    ours, memory = version("jitney"), runner.program_memory()
+    ours, memory = version("jitney"), programs.memory()
     return EngineInfo(
         version=ours,
         config_digest=configuration_digest(setup.config, model=identity, version=ours),
@@ -66,13 +66,13 @@ def describe_engine(
             label=kernels.label,
             proofs=proofs,
             canary_every=setup.settings.canary_every,
-            executables=len(runner.executables),
-            compile_seconds=runner.compile_seconds,
-            compilations=runner.bucket_compilations(),
+            executables=len(programs.executables),
+            compile_seconds=programs.compile_seconds,
+            compilations=programs.bucket_compilations(),
             step_bytes=memory.largest.total,
             code_bytes=memory.code,
         ),
-        sizes=_engine_sizes(setup, runner),
+        sizes=_engine_sizes(setup, programs),
         queue=_queue_info(setup.settings),
     )
 
@@ -104,15 +104,15 @@ def _device_info(setup: Setup) -> DeviceInfo:
     )
 
 
-def _engine_sizes(setup: Setup, runner: Runner) -> EngineSizes:
-    settings, buckets = setup.settings, runner.buckets
+def _engine_sizes(setup: Setup, programs: StepPrograms) -> EngineSizes:
+    settings, buckets = setup.settings, programs.buckets
     return EngineSizes(
         seats=settings.max_seats,
-        pages=runner.group_pages[0] - 1,
-        window_pages={window: pages - 1 for window, pages in window_pages(setup, runner).items()},
-        checkpoints=runner.checkpoints,
+        pages=programs.sizes.group_pages[0] - 1,
+        window_pages={window: pages - 1 for window, pages in window_pages(setup, programs).items()},
+        checkpoints=programs.sizes.checkpoints,
         page_size=settings.page_size,
-        prefix_cache=retains_prefixes(setup, runner),
+        prefix_cache=retains_prefixes(setup, programs),
         token_budget=buckets.token_budget,
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),

@@ -212,7 +212,7 @@ class LLM:
         from jitney.engine.core.executor.runner import Runner
 
         assert isinstance(self.core.runner, Runner)  # as `build_engine` makes it
-        return self.core.runner.program_memory()
+        return self.core.runner.programs.memory()
 
     def close(self) -> None:
         """Free weights, pages and compiled programs."""

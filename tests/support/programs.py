@@ -14,21 +14,21 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from jitney.engine.core.executor.choices import Choices
-from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampler_parts import RowSampler, SamplerParts
 from jitney.engine.core.executor.step_parts import StepParts
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 
 
 class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):
-    """Of one runner: the same programs, but those that no step runs are never compiled."""
+    """The same programs, but those that no step runs are never compiled."""
 
-    def __init__(self, runner: Runner):
-        super().__init__(runner.executables)
-        self.runner = runner
+    def __init__(self, programs: StepPrograms):
+        super().__init__(programs.executables)
+        self.programs = programs
 
     def __missing__(self, kind: tuple[Bucket, bool]) -> Any:
-        self.runner.compile_steps([kind])
+        self.programs.compile_steps([kind])
         return self[kind]
 
 
@@ -111,17 +111,17 @@ class SamplersWhenUsed(SamplerParts):
 _SAMPLER_PROGRAMS: dict[Hashable, Compiled] = {}
 
 
-def await_use(runner: Runner, _report: object) -> None:
-    """In place of compiling all programs of a runner. What is lowered late is not kept."""
-    runner.program = replace(runner.program, kept=None)
-    runner.own_program = replace(runner.own_program, kept=None)
-    runner.executables = ProgramsWhenUsed(runner)
-    if runner._parts is not None:
-        sizes, state = runner._parts._sizes, runner.shapes
-        layout_of = runner.builder.layout
-        runner._parts = PartsWhenUsed(runner.program, runner.leaves, state, layout_of, sizes)
-        runner._parts.samplers = SamplersWhenUsed(runner.program, state)
-    runner.choices = ChoicesWhenUsed(runner.choices.sizes[-1])
+def await_use(programs: StepPrograms, _report: object) -> None:
+    """In place of compiling the programs of all steps. What is lowered late is not kept."""
+    programs.step = replace(programs.step, kept=None)
+    programs.beside = replace(programs.beside, kept=None)
+    programs.executables = ProgramsWhenUsed(programs)
+    if programs.parts is not None:
+        sizes, state = programs.parts._sizes, programs.shapes
+        layout_of = programs.builder.layout
+        programs.parts = PartsWhenUsed(programs.step, programs.leaves, state, layout_of, sizes)
+        programs.parts.samplers = SamplersWhenUsed(programs.step, state)
+    programs.choices = ChoicesWhenUsed(programs.choices.sizes[-1])
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from jitney.engine.config.schema import Config
 from jitney.engine.core import build, setup
 from jitney.engine.core.display import load_llm
 from jitney.engine.core.executor.program import Program, StateSizes
-from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.layers import Linear
 from jitney.engine.core.models.quantization import quantise
 from jitney.engine.core.models.registry import abstract_model
@@ -314,7 +314,7 @@ def drafted(
     """Greedy tokens of two prompts, and how many rows read right drafts and wrong ones."""
     drafting: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
     # Drafts stand in decode steps, which therefore have their own program.
-    with many_heads(), mock.patch.object(Runner, "_compile_steps", await_use):
+    with many_heads(), mock.patch.object(StepPrograms, "_compile_all", await_use):
         llm = LLM(model, tensor_parallel=devices, **_FEW_SIZES, **drafting)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         outputs = llm.generate(prompts or drawn_prompts(2, 11), params)
@@ -437,7 +437,10 @@ def generated(family: str, devices: int, groups: int = 1) -> np.ndarray:
 @contextlib.contextmanager
 def few_programs() -> Iterator[None]:
     """Engines compile one program for all steps, and its samplers when a row first needs them."""
-    with mock.patch.object(Runner, "_compile_steps", await_use), decoding_beside_prompts():
+    with (
+        mock.patch.object(StepPrograms, "_compile_all", await_use),
+        decoding_beside_prompts(),
+    ):
         yield
 
 

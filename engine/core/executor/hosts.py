@@ -196,18 +196,18 @@ class LockstepRunner(_RunnerWithOthers):
     def _agree(self, size: StepSize | None) -> tuple[Bucket, bool]:
         """Which executable all run now; size: of what this engine wants to run."""
         agreed = self.barrier.agree(size)
-        bucket = _bucket_of(agreed, self.buckets)
-        return bucket, self.runs_greedy_only(bucket, agreed.greedy_only)
+        bucket = _bucket_of(agreed, self.programs.buckets)
+        return bucket, self.programs.runs_greedy_only(bucket, agreed.greedy_only)
 
     @property
     def _own_mesh(self) -> Mesh:
-        mesh = self.own_program.mesh
+        mesh = self.programs.beside.mesh
         assert mesh is not None  # it has one of all engines
         return mesh
 
     def run(self, bucket: Bucket, greedy_only: bool, packed: Any) -> tuple[StepOutput, Any]:
         own = jax.device_put(packed, NamedSharding(self._own_mesh, WHOLE))
-        shape = self.program.whole(packed.shape, packed.dtype)
+        shape = self.programs.step.whole(packed.shape, packed.dtype)
         whole: Any = _of_all(own, shape)
         output, logits = super().run(bucket, greedy_only, whole)
         if logits is not None:
@@ -231,7 +231,7 @@ class LockstepRunner(_RunnerWithOthers):
         state.seat_tokens, state.seats = jax.tree.map(lambda array: _own_part(array, mesh), both)
         yield
         both = state.seat_tokens, state.seats
-        shapes = self.shapes.seat_tokens, self.shapes.seats
+        shapes = self.programs.shapes.seat_tokens, self.programs.shapes.seats
         state.seat_tokens, state.seats = jax.tree.map(_of_all, both, shapes)
 
 

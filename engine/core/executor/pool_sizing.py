@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.config import EngineSection
 from jitney.engine.core.executor.memory import GIB, PoolRoom, PoolShares, PoolSizes
 from jitney.engine.core.executor.program import StateSizes
-from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 
 if TYPE_CHECKING:
     from jitney.engine.core.distributed.link import Hosts
@@ -20,33 +20,33 @@ _log = logging.getLogger("jitney.core")
 _ENOUGH = 0.97
 
 
-def sized_runner(
+def sized_programs(
     settings: EngineSection,
     sizes: StateSizes,
     devices: Sequence[Any],
     *,
     shares: PoolShares,
     temp_bytes: int,
-    make: Callable[[PoolSizes], Runner],
+    make: Callable[[PoolSizes], StepPrograms],
     hosts: Hosts | None = None,
-) -> Runner:
-    """A runner with as many KV pages as configured, or as fit in the free memory; logs the number.
+) -> StepPrograms:
+    """Programs for as many KV pages as configured, or as fit in the free memory; logs the number.
 
     devices: of this host. shares: of the memory on one device. temp_bytes: what the temporaries of
-    the largest step should take. make: from sizes of pools to a runner. hosts: the others, whose
+    the largest step should take. make: from sizes of pools to programs. hosts: the others, whose
     pools are as large.
     """
     room = PoolRoom(settings, sizes, devices, shares, hosts)
-    runner = make(pools := room.pools(temp_bytes))
+    programs = make(pools := room.pools(temp_bytes))
     if not (room.on_cpu or settings.pages or settings.memory_gib):
         # A step's temporaries are known only after compiling it for a pool of the likely size.
-        fit = room.pools(runner.largest_temp_bytes())
+        fit = room.pools(programs.largest_temp_bytes())
         if not _ENOUGH * fit.pages[0] <= pools.pages[0] <= fit.pages[0]:
-            runner = make(pools := fit)
+            programs = make(pools := fit)
     _log_pool(pools, sizes, shares, len(devices))
     if shares.slot_bytes:
         _log_state(pools, shares)
-    return runner
+    return programs
 
 
 def _log_state(pools: PoolSizes, shares: PoolShares) -> None:

@@ -1,64 +1,32 @@
-"""The device side of a step: executables compiled ahead, donated state, late tokens.
+"""The device side of a step: pack, launch, fetch; donated state, late tokens.
 
-One executable per bucket and kind (all-greedy, or with the sampler); on a CPU made of programs that
-buckets share (`step_parts`). The next step reads sampled tokens by seat (`seat_tokens`), so they
-never wait for the host.
+The next step reads sampled tokens by seat (`seat_tokens`), so they never wait for the host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
-from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
 
-from jitney.engine.common.engine_info import BucketCompilation
 from jitney.engine.common.outputs import TokenLogprobs
-from jitney.engine.common.requests import Pooling
-from jitney.engine.core.executor.choices import Choices
 from jitney.engine.core.executor.compilations import compilations
-from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
-from jitney.engine.core.executor.draft_model import DraftModel, DraftPrograms, DraftUpload
+from jitney.engine.core.executor.draft_model import DraftUpload
 from jitney.engine.core.executor.inputs import MaskedRows
-from jitney.engine.core.executor.kept_programs import KeptPrograms
-from jitney.engine.core.executor.program import (
-    Chosen,
-    DeviceState,
-    Program,
-    StateSizes,
-    StepCall,
-    StepOutput,
-)
-from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemory, programs_of
+from jitney.engine.core.executor.program import Chosen, DeviceState, StepOutput
 from jitney.engine.core.executor.sampling import Sampled, SeatState
 from jitney.engine.core.executor.seat_tokens import LookedUpTokens
-from jitney.engine.core.executor.step_parts import StepParts
-from jitney.engine.core.executor.threads import own_processors
-from jitney.engine.core.models.protocol import Model
-from jitney.engine.core.models.sharding import own_mesh
-from jitney.engine.core.scheduler.buckets import Bucket, Buckets
+from jitney.engine.core.executor.step_programs import Report, StepPrograms, report_nothing
+from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.weights.checkpoints.names import Path as ModelPath
-from jitney.kernels.interface import Kernels
-
-_Report = Callable[[int, int, str], None]
-#: Threads that compile, at least and at most: XLA does it outside the interpreter lock, and needs
-#: memory for each.
-_COMPILERS, _MOST_COMPILERS = 2, 16
 
 
 class _Batch(msgspec.Struct):
@@ -105,293 +73,64 @@ def _copy_sampled(sampled: Array | Sampled, *, logprobs: bool) -> None:
     _copy_to_host(sampled)
 
 
-def _board_seat(state: SeatState, seat: Array, *row: Array) -> SeatState:
-    columns = zip(state, row, strict=True)
-    return SeatState(*[column.at[seat].set(new) for column, new in columns])
-
-
-def _path_of(keys: Iterable[Any]) -> ModelPath:
-    """From the keys that jax has for a leaf of a model's state."""
-    return tuple(key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
-
-
-def _report_nothing(done: int, total: int, what: str) -> None:
-    pass
-
-
 class Runner:
-    """Runs plans on the default device or a mesh; nothing compiles after `compile()`.
+    """Runs plans with compiled programs; nothing compiles after `compile()`.
 
-    model: with its weights, on a mesh in shares, and one device's configuration. sizes: of as many
-    seats as the buckets. end_ids: tokens that end a sequence. greedy_only_mixed: see
-    `runs_greedy_only`. in_parts: run each step as several programs (`StepParts`). pooling: how
-    vectors of prompts are made; None: none are. draft_model: what drafts where `sizes.drafting` has
-    no drafter. keep: from what programs are made of to where they are kept (`KeptPrograms.of`);
-    None: nowhere.
+    end_ids: tokens that end a sequence.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        buckets: Buckets,
-        kernels: Kernels,
-        sizes: StateSizes,
-        *,
-        end_ids: tuple[int, ...],
-        mesh: Mesh | None = None,
-        greedy_only_mixed: bool = False,
-        in_parts: bool = False,
-        pooling: Pooling | None = None,
-        draft_model: DraftModel | None = None,
-        keep: Callable[[Iterable[object]], KeptPrograms] | None = None,
-    ):
-        graph, weights = nnx.split(model)
-        self.leaves, treedef = jax.tree.flatten(weights)
-        flat, _ = jax.tree_util.tree_flatten_with_path(weights)
-        #: By path in the model, which of `leaves` a weight is.
-        self._numbers = {_path_of(keys): number for number, (keys, _) in enumerate(flat)}
-        encoder = model.config.encoder is not None
-        self.program = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling, encoder)
-        self._hidden_dtype = model.hidden_dtype(kernels)
-        #: By mixed bucket, what makes vectors of a step's hidden states.
-        self.pools: dict[Bucket, jax.stages.Compiled] = {}
-        self.config = model.config
-        self.buckets = buckets
+    def __init__(self, programs: StepPrograms, *, end_ids: tuple[int, ...]):
+        self.programs = programs
         self.end_ids = end_ids
-        self.greedy_only_mixed = greedy_only_mixed
-        #: Of each cache group with page tables of its own.
-        self.group_pages = sizes.group_pages
-        #: Slots of recurrent layers' state, beside one for each seat.
-        self.checkpoints = sizes.checkpoints
-        self._sizes = sizes
-        self.builder = sizes.builder(model.config)
-        self.shapes = sizes.shapes(model.config, kernels, mesh)
-        self.draft_model = draft_model
-        self._drafts: DraftPrograms | None = None
-        if draft_model is not None:
-            self.program = replace(self.program, leaves_normed=draft_model.reads_normed)
-            self._drafts = draft_model.programs(sizes, self.program, self.leaves)
-            self.shapes = replace(self.shapes, draft_kv=self._drafts.pools)
-        if keep is not None:
-            self.program = replace(
-                self.program, kept=keep(self._facts(greedy_only_mixed, in_parts))
-            )
-        own = own_mesh(mesh)
-        #: What runs beside the step, and the state that it has: on the devices of this engine,
-        #: where several share experts.
-        self.own_program = replace(self.program, mesh=own)
-        self.own_shapes = sizes.shapes(model.config, kernels, own)
+        #: The same list as the programs': its arrays are exchanged, and leave when it sleeps.
+        self.leaves = programs.leaves
+        self.builder = programs.builder
         #: Shapes until `compile` allocates it: compiling needs no arrays.
-        self.state: DeviceState = self.shapes
-        #: What runs a step, by (bucket, greedy_only).
-        self.executables: dict[tuple[Bucket, bool], StepCall] = {}
-        self._parts: StepParts | None = None
-        if in_parts:
-            counts = {bucket.seats for bucket in buckets.decode}
-            # More rows, all of them of one step's drafts, are in no step with prompts.
-            row_counts = [count for count in counts if count <= sizes.seats]
-            self._parts = StepParts(
-                self.program, self.leaves, self.shapes, self.builder.layout, row_counts
-            )
-        #: Those that choose tokens behind a step.
-        self.choices = Choices(buckets.decode[-1].seats)
+        self.state: DeviceState = programs.shapes
+        self._drafts = programs.drafts
         #: The weights of all models; and while it sleeps those on the host, and where on the device
         #: each belongs.
         self._all_leaves = [self.leaves, *([] if self._drafts is None else [self._drafts.leaves])]
         self._asleep: list[list[tuple[np.ndarray, jax.sharding.Sharding]]] = []
         # Of the process, when `compile` was done.
         self._compiled_before = 0
-        #: Seconds that compiling took.
-        self.compile_seconds = 0.0
-        #: Installs a boarding sequence's sampling state.
-        self._board: jax.stages.Compiled
-        #: The same of its tokens, in an engine that speculates.
-        self._board_tokens: jax.stages.Compiled
-
-    def _facts(self, *kinds: bool) -> Iterator[object]:
-        """What the programs are made of; kinds: of steps."""
-        yield from (kinds, self.program, self.program.compiler_options)
-        # A function's repr names no module.
-        kernels = vars(self.program.kernels).values()
-        yield [(type(each).__module__, getattr(each, "__module__", "")) for each in kernels]
-        yield [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in self.leaves]
-        yield from (self.config, self.buckets, self._sizes, self.shapes, self._numbers)
 
     def compile(
-        self, report: _Report = _report_nothing, meet: Callable[[], None] = lambda: None
+        self, report: Report = report_nothing, meet: Callable[[], None] = lambda: None
     ) -> None:
-        """Compile every executable, the largest first, allocate the state, and run each once.
+        """Compile every program, allocate the state, and run each program once.
 
-        report: called with the executables done, all of them, and the last one's name. meet: called
-        before anything runs; on several hosts it waits for the others.
+        meet: called before anything runs; on several hosts it waits for the others.
         """
+        programs = self.programs
+        programs.compile(report)
         started = time.perf_counter()
-        steps, others = len(self._kinds()), 0
-        if self._drafts is not None:
-            others = self._drafts.count(self.buckets)
-        self._compile_steps(lambda done, total, what: report(done, total + others, what))
-        if self._drafts is not None:
-            with _no_collection(), ThreadPoolExecutor(_COMPILERS) as pool:
-                self._drafts.compile(
-                    pool,
-                    self.buckets,
-                    self.builder.layout,
-                    self.shapes,
-                    lambda done, what: report(steps + done, steps + others, what),
-                )
-        self._compile_board()
-        self._compile_pools()
-        if not self.program.encoder:
-            samplers = None if self._parts is None else self._parts.samplers
-            self.choices.compile(self.own_program, self.buckets, self.own_shapes, samplers)
-        self.state = self.shapes.allocate(self.config)
+        self.state = programs.shapes.allocate(programs.config)
         meet()
         try:
             self.warm_up()
         except jax.errors.JaxRuntimeError:
             # The next core compiles its own, if that is what was wrong.
-            if self.program.kept is not None:
-                self.program.kept.discard()
+            if programs.step.kept is not None:
+                programs.step.kept.discard()
             raise
-        self.compile_seconds += time.perf_counter() - started
+        programs.compile_seconds += time.perf_counter() - started
         self._compiled_before = compilations.count
-
-    def _kinds(self) -> list[tuple[Bucket, bool]]:
-        """(bucket, greedy_only) of every executable, the largest first."""
-        if self.program.encoder:
-            return [(bucket, True) for bucket in reversed(self.buckets.mixed)]
-        kinds = []
-        for bucket in reversed(self.buckets.all()):
-            if self.runs_greedy_only(bucket, True):
-                kinds.append((bucket, True))
-            kinds.append((bucket, False))
-        return kinds
-
-    def _compile_steps(self, report: _Report) -> None:
-        self.compile_steps(self._kinds(), report)
-
-    def compile_steps(
-        self,
-        kinds: list[tuple[Bucket, bool]],
-        report: _Report = _report_nothing,
-        threads: int = 0,
-    ) -> None:
-        """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time; 0: by
-        the processors.
-        """
-        threads = threads or min(_MOST_COMPILERS, max(_COMPILERS, len(own_processors())))
-        report(0, len(kinds), "")
-        meaningless = MEANINGLESS.get(jax.default_backend())
-        with left_out(meaningless), _no_collection(), ThreadPoolExecutor(threads) as pool:
-            compiling = {}
-            for kind in kinds:
-                if kind not in self.executables:
-                    compiling[kind] = self._start(pool, *kind)
-            for done, kind in enumerate(kinds, start=1):
-                if kind in compiling:
-                    self.executables[kind] = compiling[kind]()
-                report(done, len(kinds), _name_of(*kind))
-
-    def _start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
-        """Begin to compile a step. -> what waits for that, and returns what runs it."""
-        if self._parts is not None:
-            return self._parts.start(pool, bucket, greedy_only)
-        lowered = self.program.lowered(
-            _name_of(bucket, greedy_only), lambda: self.lower(bucket, greedy_only)
-        )
-        return pool.submit(self.program.compile, lowered).result
-
-    def largest_temp_bytes(self) -> int:
-        """Temporaries of the largest step on each device, with the logits of two steps, for sizing
-        the pool: of most rows, whose layers need most, or of most seats, whose sampler does.
-        `compile` reuses these executables.
-        """
-        started = time.perf_counter()
-        largest = self.buckets.mixed[-1]
-        kinds = [(largest, False), (self.buckets.decode[-1], False)]
-        self.compile_steps(kinds)
-        self.compile_seconds += time.perf_counter() - started
-        logits = 4 * largest.seats * self.shapes.seats.counts.shape[1]
-        left = 0 if self._drafts is None else largest.tokens * self._drafts.row_bytes
-        steps = [StepMemory.of(_name_of(*kind), self.executables[kind]) for kind in kinds]
-        return max(step.temporaries for step in steps) + 2 * (logits + left)
-
-    def program_memory(self) -> ProgramsMemory:
-        """Memory of the compiled steps."""
-        steps = [(_name_of(*kind), step) for kind, step in self.executables.items()]
-        return ProgramsMemory.of(
-            steps if self._drafts is None else [*steps, *self._drafts.programs]
-        )
-
-    def bucket_compilations(self) -> list[BucketCompilation]:
-        """How long the programs of each bucket took to compile, with those that buckets share."""
-        programs: dict[Bucket, set[jax.stages.Compiled]] = {}
-        for (bucket, _), step in self.executables.items():
-            programs.setdefault(bucket, set()).update(programs_of(step))
-        return [compilations.of_bucket(str(bucket), of_it) for bucket, of_it in programs.items()]
-
-    def runs_greedy_only(self, bucket: Bucket, greedy_only: bool) -> bool:
-        """Whether an all-greedy step of this bucket has an executable of its own.
-
-        Mixed buckets have one only with `greedy_only_mixed`: on a GPU, where old drivers run the
-        sampler's conditions outside the CUDA graph and the host waits for each, and for steps in
-        parts, where it is one more small program. Elsewhere it would cost seconds of start-up and
-        save nothing measurable. An encoder has no sampler.
-        """
-        return self.program.encoder or (
-            greedy_only and (bucket.decode_only or self.greedy_only_mixed)
-        )
-
-    def lower(self, bucket: Bucket, greedy_only: bool) -> jax.stages.Lowered:
-        return self.program.lower(
-            self.builder.layout(bucket, greedy_only), self.leaves, self.shapes
-        )
-
-    def _compile_board(self) -> None:
-        """The small program that installs a boarding sequence's sampling state."""
-        whole, seats = self.own_program.whole, self.own_shapes.seats
-        row = [whole(column.shape[1:], column.dtype) for column in seats]
-        board = jax.jit(
-            _board_seat,
-            donate_argnums=0,
-            out_shardings=jax.tree.map(lambda column: column.sharding, seats),
-        )
-        seat = whole((), jnp.int32)
-        self._board = board.lower(seats, seat, *row).compile()
-        tokens = self.own_shapes.seat_tokens
-        if isinstance(tokens, LookedUpTokens):
-            row = whole(tokens.recent.shape[1:], jnp.int32)
-            placed = jax.tree.map(lambda column: column.sharding, tokens)
-            board = jax.jit(LookedUpTokens.board, donate_argnums=0, out_shardings=placed)
-            self._board_tokens = board.lower(tokens, seat, row).compile()
-
-    def _compile_pools(self) -> None:
-        """The programs of vectors, if the engine makes any: one for each bucket with prompts."""
-        if self.program.pooling is None:
-            return
-        width, dtype = self.config.hidden_size, self._hidden_dtype
-        for bucket in self.buckets.mixed:
-            lowered = self.program.lower_pool(
-                bucket, self.leaves, width, dtype, has_adapters=self._sizes.has_adapters
-            )
-            self.pools[bucket] = self.program.compile(lowered)
 
     def warm_up(self) -> None:
         """Run every program on an empty batch: first calls set up thread pools and buffers."""
-        for bucket, greedy_only in self.executables:
-            if self._parts is not None and greedy_only and not bucket.decode_only:
-                continue  # its programs are those of the same bucket's sampling and of decode steps
+        for bucket, greedy_only in self.programs.distinct_kinds():
             logits = self._run_empty(bucket, greedy_only)
             if logits is not None:
                 self._warm_up_choices(logits)
         if self._drafts is not None:
-            self._drafts.warm_up(self.buckets, self.builder, self.state)
+            self._drafts.warm_up(self.programs.buckets, self.builder, self.state)
 
     def _run_empty(self, bucket: Bucket, greedy_only: bool) -> Array | None:
         """A step without a row, to its end; its logits."""
         packed = self.builder.empty(bucket, greedy_only)
         output, logits = jax.block_until_ready(self.run(bucket, greedy_only, packed))
-        if bucket in self.pools:
+        if bucket in self.programs.pools:
             jax.block_until_ready(self._run_pool(bucket, greedy_only, output, packed))
         return logits
 
@@ -401,15 +140,17 @@ class Runner:
         """See `Program.pool`. packed: the step's upload."""
         own = self.builder.layout(bucket, greedy_only).slices["cu_q"]
         # Of its own: the upload is written anew while a device may still read this.
-        return self.pools[bucket](self.leaves, output.hidden, packed[own].copy())
+        return self.programs.pools[bucket](self.leaves, output.hidden, packed[own].copy())
 
     def _warm_up_choices(self, logits: Array) -> None:
         rows = logits.shape[0]
-        for size in self.choices.sizes_for(rows):
+        for size in self.programs.choices.sizes_for(rows):
             numbers = None
             if size != rows:
                 numbers = np.zeros(size, np.int32)
-            no_rows = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
+            no_rows = MaskedRows.empty(
+                size, self.programs.config.vocab_size, self.programs.sizes.seats
+            )
             jax.block_until_ready(self.run_choice(logits, numbers, no_rows))
 
     @property
@@ -419,13 +160,13 @@ class Runner:
 
     def batch(self, plan: Plan) -> _Batch:
         """Pack the plan; numpy only."""
-        return self.pack(plan, self.runs_greedy_only(plan.bucket, plan.greedy_only))
+        return self.pack(plan, self.programs.runs_greedy_only(plan.bucket, plan.greedy_only))
 
     def pack(self, plan: Plan, greedy_only: bool) -> _Batch:
         """As `batch`, for the executable without a sampler or for the other one."""
         batch = _Batch(plan, greedy_only, self.builder.build(plan, greedy_only))
         if self._drafts is not None:
-            batch.drafting = self._drafts.pack(plan, self.buckets, self.builder)
+            batch.drafting = self._drafts.pack(plan, self.programs.buckets, self.builder)
         return batch
 
     def launch(self, batch: _Batch) -> LaunchedStep:
@@ -440,7 +181,7 @@ class Runner:
             drafts = self._drafts.drafted(self.state)
         output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
         pooled = None
-        if self.pools and plan.pools:
+        if self.programs.pools and plan.pools:
             pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
         # Free the hidden states as soon as they are read.
         output = output._replace(hidden=None, for_head=None)
@@ -468,8 +209,8 @@ class Runner:
         logits, launched.logits = launched.logits, None
         assert logits is not None  # the launch kept them, since the plan has masked rows
         computed = logits.shape[0]
-        size = self.choices.size(len(rows))
-        upload = MaskedRows.empty(size, self.config.vocab_size, self._sizes.seats)
+        size = self.programs.choices.size(len(rows))
+        upload = MaskedRows.empty(size, self.programs.config.vocab_size, self.programs.sizes.seats)
         for number, (masked, mask) in enumerate(zip(rows, masks, strict=True)):
             # Where all rows of the step are taken, each stays where it is.
             place = masked.row if size == computed else number
@@ -488,8 +229,8 @@ class Runner:
         the step's logit rows; None: all.
         """
         if numbers is not None:
-            logits = self.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
-        state, program = self.state, self.choices.programs[logits.shape[0]]
+            logits = self.programs.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
+        state, program = self.state, self.programs.choices.programs[logits.shape[0]]
         state.seat_tokens, state.seats, chosen = program(
             logits, state.seat_tokens, state.seats, upload.heads, upload.masks
         )
@@ -499,24 +240,24 @@ class Runner:
         """Give the seat of a boarding sequence its counts and biases, if it needs any."""
         params = seq.request.sampling
         if params.penalised or params.biased:
-            vocab = self.config.vocab_size
+            vocab = self.programs.config.vocab_size
             row = SeatState.row(params, seq.tokens, seq.n_prompt, vocab, self.end_ids)
             self.board(seq.seat, row)
         if isinstance(self.state.seat_tokens, LookedUpTokens):
             row = self.state.seat_tokens.row_of(seq.tokens)
-            self.state.seat_tokens = self._board_tokens(
+            self.state.seat_tokens = self.programs.board_tokens(
                 self.state.seat_tokens, np.int32(seq.seat), row
             )
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
         """Give a seat its row of `SeatState`."""
-        self.state.seats = self._board(self.state.seats, np.int32(seat), *row)
+        self.state.seats = self.programs.board(self.state.seats, np.int32(seat), *row)
 
     def run(
         self, bucket: Bucket, greedy_only: bool, packed: np.ndarray
     ) -> tuple[StepOutput, Array | None]:
         """Run an executable; replaces the donated state -> (output, logits or None)."""
-        state, executable = self.state, self.executables[bucket, greedy_only]
+        state, executable = self.state, self.programs.executables[bucket, greedy_only]
         if self._drafts is not None:
             self._drafts.read(bucket, packed, state)
         logits = None
@@ -537,7 +278,7 @@ class Runner:
         that run keep the ones that they have. Each is as large, and laid out, as the one before.
         """
         for path, array in arrays.items():
-            number = self._numbers[path]
+            number = self.programs.leaf_numbers[path]
             before = self.leaves[number]
             if (array.shape, array.dtype) != (before.shape, before.dtype):
                 raise ValueError(f"{path} is {array.shape} {array.dtype}, not as it was")
@@ -559,15 +300,16 @@ class Runner:
             if isinstance(array, Array) and not array.is_deleted():
                 freed += array.nbytes
                 array.delete()
-        self.state = self.shapes
+        self.state = self.programs.shapes
         return freed
 
     def _start_over(self) -> None:
         """The state as it was at the start, and a step without a row."""
-        self.state = self.shapes.allocate(self.config)
-        self.builder = self._sizes.builder(self.config)
-        buckets = self.buckets.mixed if self.program.encoder else self.buckets.decode
-        self._run_empty(buckets[0], True)
+        programs = self.programs
+        self.state = programs.shapes.allocate(programs.config)
+        self.builder = programs.sizes.builder(programs.config)
+        smallest, _ = programs.kinds()[-1]
+        self._run_empty(smallest, True)
 
     def sleep(self, alive: Callable[[], None]) -> int:
         """Free the device's memory, until `wake`; nothing may be launched. The KV pool and what
@@ -624,12 +366,6 @@ def _return_free_memory() -> None:
         trim(0)
 
 
-def _name_of(bucket: Bucket, greedy_only: bool) -> str:
-    if greedy_only:
-        return f"{bucket}"
-    return f"{bucket} sampling"
-
-
 def _sampled(plan: Plan, sampled: Array | Sampled) -> StepResult:
     """Results of the plan's logit rows from `StepOutput.sampled`."""
     rows = plan.logit_rows
@@ -670,13 +406,3 @@ def _entries(columns: Iterable[Array], rows: int) -> list[TokenLogprobs]:
     """The first `rows` of log-probabilities, and of the most likely ids and theirs."""
     lists = [np.asarray(column)[:rows].tolist() for column in columns]
     return [TokenLogprobs(*entry) for entry in zip(*lists, strict=True)]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection inside: tracing makes millions of small objects and hardly a cycle."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -123,14 +123,14 @@ def _decode_cases(buckets: Buckets, pool: PagePool, longest: int) -> Iterator[St
 
 def _rows_choose(runner: Any) -> bool:
     """Whether any of the model's products would be others' with more `product_rows`."""
-    if runner.program.kernels.name != "native":
+    if runner.programs.step.kernels.name != "native":
         return False
-    linears = runner.program.model(runner.leaves).linears()
+    linears = runner.programs.step.model(runner.leaves).linears()
     return any(one.packed.scheme == "plain" and one.kernel.ndim == 2 for one in linears)
 
 
 def _untried(runner: Any) -> bool:
-    kernels = runner.program.kernels
+    kernels = runner.programs.step.kernels
     return kernels.name == "native" and not Level.is_measured(kernels.instructions)
 
 

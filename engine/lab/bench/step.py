@@ -243,7 +243,7 @@ def measure(
     source = f"bench step: {info.model.name} {info.formats.dtype}, {kernels}"
     measured = [(timing.case.bucket, timing.work, timing.seconds) for timing in timings]
     table = StepTable.from_repeats(measured, host, source)
-    ceiling = measure_ceiling(runner.program.kernels, info.formats.dtype)
+    ceiling = measure_ceiling(runner.programs.step.kernels, info.formats.dtype)
     return _report_of(info, config, timings, table, ceiling)
 
 

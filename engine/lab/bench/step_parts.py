@@ -53,7 +53,7 @@ def measure_parts(llm: LLM, config: ModelConfig, repeats: int) -> list[JsonDict]
     several devices run them beside each other.
     """
     runner: Runner = llm.core.runner  # type: ignore[assignment]
-    clock = runner.program.kernels.part_seconds
+    clock = runner.programs.step.kernels.part_seconds
     if clock is None or llm.info.device.tensor_parallel > 1:
         return []
     pool, info = llm.core.scheduler.pool, llm.info

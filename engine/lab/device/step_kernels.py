@@ -78,7 +78,7 @@ def _profiled(bench: StepBench, case: StepCase) -> dict[str, _Spent]:
     """The seconds of each kernel in `_STEPS` steps, by its name."""
     runner = bench.runner
     plan = case.plan(0, bench.page_size)
-    packed, plain = runner.batch(plan).packed, runner.runs_greedy_only(case.bucket, True)
+    packed, plain = runner.batch(plan).packed, runner.programs.runs_greedy_only(case.bucket, True)
     jax.block_until_ready(runner.run(case.bucket, plain, packed))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -31,6 +31,7 @@ from jitney.engine.core import (
     ModelConfig,
     Runner,
     StateSizes,
+    StepPrograms,
     StepWork,
     abstract_model,
     fill_at_random,
@@ -99,8 +100,9 @@ class StepBench:
         row_bytes = sum(config.kv_numbers) * wanted.itemsize
         pages = _pages_for(job, buckets, row_bytes, held)
         sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
-        runner = Runner(model, buckets, kernels, sizes, end_ids=(), greedy_only_mixed=True)
-        runner.state = runner.shapes.allocate(runner.config)
+        programs = StepPrograms(model, buckets, kernels, sizes, greedy_only_mixed=True)
+        runner = Runner(programs, end_ids=())
+        runner.state = programs.shapes.allocate(programs.config)
         runner.state.kv = [_at_random(kept, layer) for layer, kept in enumerate(runner.state.kv)]
         return cls(
             runner=runner,
@@ -114,8 +116,10 @@ class StepBench:
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
         """Compile the greedy step of these buckets, side by side."""
-        kinds = [(bucket, self.runner.runs_greedy_only(bucket, True)) for bucket in buckets]
-        self.runner.compile_steps(kinds, threads=_THREADS)
+        kinds = [
+            (bucket, self.runner.programs.runs_greedy_only(bucket, True)) for bucket in buckets
+        ]
+        self.runner.programs.compile_steps(kinds, threads=_THREADS)
 
     def floor_bytes(self, work: StepWork) -> float:
         """Least bytes of a step."""
@@ -172,7 +176,7 @@ def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[
     """
     runner = bench.runner
     plan = case.plan(0, bench.page_size)
-    packed, plain = runner.batch(plan).packed, runner.runs_greedy_only(case.bucket, True)
+    packed, plain = runner.batch(plan).packed, runner.programs.runs_greedy_only(case.bucket, True)
     launched = LaunchedStep(plan, runner.run(case.bucket, plain, packed)[0], 0)
     if min(runner.fetch(launched).tokens) < 0:
         raise RuntimeError("the step's logits are not finite")

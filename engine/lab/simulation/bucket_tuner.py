@@ -17,7 +17,7 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.core import Bucket, Buckets, StepWork
 from jitney.engine.lab.simulation.step_table import StepTimes, works_of
 
-#: Executables that a bucket of each kind takes (see `Runner.runs_greedy_only`).
+#: Executables that a bucket of each kind takes (see `StepPrograms.runs_greedy_only`).
 DECODE_EXECUTABLES, _MIXED_EXECUTABLES = 2, 1
 #: Sizes of one kind that are tried at most: of more that were seen, neighbours count as one.
 _MOST_SIZES = 400

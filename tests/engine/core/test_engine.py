@@ -21,7 +21,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core import build as building
 from jitney.engine.core.executor import ceiling
-from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
@@ -80,7 +80,7 @@ def when_used(name: str, **settings: Any) -> LLM:
     them.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "_compile_steps", await_use)
+        patch.setattr(StepPrograms, "_compile_all", await_use)
         return LLM(name, **settings)
 
 
@@ -632,7 +632,7 @@ def test_an_engine_says_what_its_steps_cost_and_the_device_can_do(
     monkeypatch.setattr(ceiling, "_PRODUCT", {True: (16, 128), False: (16, 128)})
     engine = when_used("tiny-random", **SETTINGS, weights=weights)
     cost, most = engine.info.step_cost, engine.info.ceiling
-    rounds = weights == "int8" and engine.core.runner.program.kernels.int8 is not None  # type: ignore[attr-defined]
+    rounds = weights == "int8" and engine.core.runner.programs.step.kernels.int8 is not None  # type: ignore[attr-defined]
     engine.close()
     assert cost is not None and most is not None and most.bytes_s > 0
     assert (most.operations_s is None) == rounds

@@ -24,6 +24,7 @@ from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -58,27 +59,27 @@ def model():
 
 @cache
 def runner(pooling: Pooling, in_parts: bool) -> Runner:
-    made = Runner(
+    programs = StepPrograms(
         random_model(CONFIG),
         BUCKETS,
         KERNELS,
         SIZES,
-        end_ids=(),
         greedy_only_mixed=in_parts,
         in_parts=in_parts,
         pooling=pooling,
     )
+    made = Runner(programs, end_ids=())
     with pytest.MonkeyPatch.context() as patch:
         if not in_parts:
             # They take seconds to compile; that none compiles late is asked of the parts.
-            patch.setattr(Runner, "_compile_steps", await_use)
+            patch.setattr(StepPrograms, "_compile_all", await_use)
         made.compile()
     return made
 
 
 def core_of(pooling: Pooling, in_parts: bool = True, pages: int = 24) -> EngineCore:
     own = runner(pooling, in_parts)
-    own.state = own.shapes.allocate(own.config)
+    own.state = own.programs.shapes.allocate(own.programs.config)
     limits = SchedulerLimits(4, SIZES.context_length, embedding_pooling=pooling)
     scheduler = Scheduler(limits, BUCKETS, PagePool(pages, SIZES.page_size), vocab_size=VOCAB)
     return EngineCore(scheduler, own, Ledger())
@@ -138,16 +139,10 @@ def test_a_bfloat16_model_whose_residuals_are_float32_makes_vectors(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """As on a CPU: the hidden states are wider than the weights."""
-    monkeypatch.setattr(Runner, "_compile_steps", await_use)
+    monkeypatch.setattr(StepPrograms, "_compile_all", await_use)
     kernels = replace(KERNELS, float32_residual=True)
-    own = Runner(
-        random_model(CONFIG, dtype=jnp.bfloat16),
-        BUCKETS,
-        kernels,
-        SIZES,
-        end_ids=(),
-        pooling="last",
-    )
+    model = random_model(CONFIG, dtype=jnp.bfloat16)
+    own = Runner(StepPrograms(model, BUCKETS, kernels, SIZES, pooling="last"), end_ids=())
     own.compile()
     limits = SchedulerLimits(4, SIZES.context_length, embedding_pooling="last")
     scheduler = Scheduler(limits, BUCKETS, PagePool(24, SIZES.page_size), vocab_size=VOCAB)

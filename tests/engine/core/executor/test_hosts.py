@@ -18,6 +18,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.hosts import Follower, LeaderRunner
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -54,7 +55,8 @@ def wire() -> Wire:
 @pytest.fixture(scope="module")
 def leading(wire: Wire) -> LeaderRunner:
     model = random_model(tiny_config())
-    runner = LeaderRunner(model, BUCKETS, select("cpu", "reference"), SIZES, end_ids=())
+    programs = StepPrograms(model, BUCKETS, select("cpu", "reference"), SIZES)
+    runner = LeaderRunner(programs, end_ids=())
     runner.compile()
     runner.lead(wire)  # type: ignore[arg-type]
     return runner

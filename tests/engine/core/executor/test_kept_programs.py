@@ -21,6 +21,7 @@ from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.kept_programs import KeptPrograms
 from jitney.engine.core.executor.program import Program, StateSizes
 from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -55,12 +56,13 @@ def keep(folder: Path, facts: Iterable[object], **more: Any) -> KeptPrograms:
 def make_runner(folder: Path, *, in_parts: bool = True, **changes: Any) -> Runner:
     given: dict[str, Any] = {"buckets": BUCKETS, "kernels": KERNELS, "sizes": SIZES, **changes}
     model = random_model(tiny_config())
-    return Runner(model, **given, end_ids=(), in_parts=in_parts, keep=partial(keep, folder))
+    programs = StepPrograms(model, **given, in_parts=in_parts, keep=partial(keep, folder))
+    return Runner(programs, end_ids=())
 
 
 def tokens_of(runner: Runner, *, greedy_only: bool) -> list[Any]:
     plan = StepCase(MIXED, prompts=((0, 9), (0, 17))).plan(0, SIZES.page_size)
-    batch = runner.pack(plan, greedy_only and runner.runs_greedy_only(MIXED, True))
+    batch = runner.pack(plan, greedy_only and runner.programs.runs_greedy_only(MIXED, True))
     return runner.fetch(runner.launch(batch)).tokens
 
 
@@ -78,8 +80,8 @@ def test_a_start_that_finds_its_programs_traces_none(
     monkeypatch.setattr(Program, "forward", traced)
     second = make_runner(tmp_path, in_parts=in_parts)
     second.compile()
-    assert all(each.from_cache for each in second.bucket_compilations())
-    assert second.program_memory().largest == first.program_memory().largest
+    assert all(each.from_cache for each in second.programs.bucket_compilations())
+    assert second.programs.memory().largest == first.programs.memory().largest
     for greedy_only in (True, False):
         assert tokens_of(second, greedy_only=greedy_only) == tokens_of(
             first, greedy_only=greedy_only
@@ -217,7 +219,7 @@ def test_programs_that_do_not_run_are_removed(tmp_path: Path, monkeypatch: pytes
         raise jax.errors.JaxRuntimeError("NOT_FOUND: Function fusion not found")
 
     runner = make_runner(tmp_path, in_parts=False)
-    kept = runner.program.kept
+    kept = runner.programs.step.kept
     assert kept is not None
     monkeypatch.setattr(Runner, "warm_up", fail)
     with pytest.raises(jax.errors.JaxRuntimeError):

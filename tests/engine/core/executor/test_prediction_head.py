@@ -265,7 +265,7 @@ def test_its_pages_are_counted(folder: str):
     page_bytes = (LAYERS + 1) * SETTINGS["page_size"] * HIDDEN * 4
     memory = 50.5 * page_bytes / (1 << 30)
     runner: Any = LLM(folder, **SETTINGS, speculative="mtp", memory_gib=memory).core.runner
-    assert runner.group_pages == (50,)
+    assert runner.programs.sizes.group_pages == (50,)
     pages, states = runner.state.draft_kv
     assert pages.shape == runner.state.kv[-1].shape
     assert states.shape == (SETTINGS["max_seats"], HIDDEN)

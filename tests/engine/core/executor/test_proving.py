@@ -20,7 +20,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.cli.doctor import _proof_finding
 from jitney.engine.common.engine_info import KernelProof
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.weights.adapters import load_adapters
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import WeightStorage, load_model, load_shapes
@@ -180,7 +180,7 @@ def test_one_row_is_no_size_while_any_product_is_xlas(monkeypatch: pytest.Monkey
         return reference.matmul(*args, **options)
 
     choose(monkeypatch, replace(reference_set(), name="own", matmul=own))
-    monkeypatch.setattr(Runner, "_compile_steps", await_use)  # no step is run
+    monkeypatch.setattr(StepPrograms, "_compile_all", await_use)  # no step is run
     llm = LLM("tiny-random", **(SMALL | {"max_seats": 8, "seat_buckets": ()}))
     assert min(llm.info.sizes.seat_buckets) == 4
     llm.close()

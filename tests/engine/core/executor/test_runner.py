@@ -24,6 +24,7 @@ from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampling import Sampler, SamplingRows, SeatState
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.registry import abstract_model, random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -45,19 +46,20 @@ DECODE, MIXED = Bucket(4, 4), Bucket(32, 4)
 
 def make_runner(*, greedy_only_mixed: bool = False) -> Runner:
     model = random_model(tiny_config())
-    return Runner(model, BUCKETS, KERNELS, SIZES, end_ids=(), greedy_only_mixed=greedy_only_mixed)
+    programs = StepPrograms(model, BUCKETS, KERNELS, SIZES, greedy_only_mixed=greedy_only_mixed)
+    return Runner(programs, end_ids=())
 
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
     """One with an executable of every kind, sized first as on a device."""
     made = make_runner(greedy_only_mixed=True)
-    assert made.largest_temp_bytes() > 0
-    first = dict(made.executables)
+    assert made.programs.largest_temp_bytes() > 0
+    first = dict(made.programs.executables)
     assert set(first) == {(MIXED, False), (DECODE, False)}
     made.compile()
     for kind, step in first.items():
-        assert made.executables[kind] is step, "a largest step was compiled twice"
+        assert made.programs.executables[kind] is step, "a largest step was compiled twice"
     return made
 
 
@@ -74,7 +76,7 @@ def test_a_runner_that_is_let_go_leaves_nothing():
 
 
 def test_every_kind_has_one_executable(runner: Runner):
-    assert set(runner.executables) == {
+    assert set(runner.programs.executables) == {
         (DECODE, True),
         (DECODE, False),
         (MIXED, True),
@@ -84,13 +86,13 @@ def test_every_kind_has_one_executable(runner: Runner):
 
 
 def test_the_memory_of_all_steps_is_told_and_the_pool_has_counted_the_largest(runner: Runner):
-    memory = runner.program_memory()
+    memory = runner.programs.memory()
     assert [step.name for step in memory.steps] == [
         f"{bucket}{'' if greedy_only else ' sampling'}"
-        for bucket, greedy_only in runner.executables
+        for bucket, greedy_only in runner.programs.executables
     ]
-    assert 0 < memory.largest.temporaries <= runner.largest_temp_bytes()
-    vocab = runner.config.vocab_size
+    assert 0 < memory.largest.temporaries <= runner.programs.largest_temp_bytes()
+    vocab = runner.programs.config.vocab_size
     sampled = next(step for step in memory.steps if step.name == f"{MIXED} sampling")
     assert sampled.outputs >= 4 * MIXED.seats * vocab  # its logits are left for masks
     assert len(list(memory.table())) == 1 + len(memory.steps)
@@ -106,14 +108,14 @@ def test_the_memory_of_a_program_is_analysed_once(runner: Runner, monkeypatch: p
 
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", counted)
     program_memory._analyses.clear()
-    assert runner.program_memory() == runner.program_memory()
-    assert len(asked) == len(set(asked)) == len(runner.executables)
+    assert runner.programs.memory() == runner.programs.memory()
+    assert len(asked) == len(set(asked)) == len(runner.programs.executables)
 
 
 def test_the_compilation_of_every_bucket_is_timed(runner: Runner):
-    buckets = runner.bucket_compilations()
+    buckets = runner.programs.bucket_compilations()
     assert {one.bucket for one in buckets} == {str(DECODE), str(MIXED)}
-    assert 0 < max(one.seconds for one in buckets) <= runner.compile_seconds
+    assert 0 < max(one.seconds for one in buckets) <= runner.programs.compile_seconds
 
 
 @pytest.mark.parametrize("from_cache", [False, True])
@@ -130,18 +132,22 @@ def test_programs_of_the_cache_folder_are_told_apart(from_cache: bool):
 
 
 def test_mixed_steps_are_plain_only_where_that_is_asked_for(runner: Runner):
-    assert runner.runs_greedy_only(MIXED, True) and not runner.runs_greedy_only(MIXED, False)
+    assert runner.programs.runs_greedy_only(MIXED, True) and not runner.programs.runs_greedy_only(
+        MIXED, False
+    )
     other = make_runner()
-    assert not other.runs_greedy_only(MIXED, True) and other.runs_greedy_only(DECODE, True)
+    assert not other.programs.runs_greedy_only(MIXED, True) and other.programs.runs_greedy_only(
+        DECODE, True
+    )
 
 
 def test_a_mixed_step_answers_alike_with_and_without_the_sampler(runner: Runner):
     plan = StepCase(MIXED, prompts=((0, 9), (0, 17))).plan(0, SIZES.page_size)
     found = []
     for plain in (True, False):
-        runner.greedy_only_mixed = plain
+        runner.programs.greedy_only_mixed = plain
         found.append(runner.fetch(runner.launch(runner.batch(plan))).tokens)
-    runner.greedy_only_mixed = True
+    runner.programs.greedy_only_mixed = True
     assert found[0] == found[1] and len(found[0]) == 2
 
 
@@ -174,7 +180,7 @@ def test_a_program_from_shapes_alone_is_the_engines_own(
     runner: Runner, bucket: Bucket, plain: bool
 ):
     lowered = lower_step(abstract_model(tiny_config()), bucket, plain, KERNELS, SIZES)
-    assert lowered.as_text() == runner.lower(bucket, plain).as_text()
+    assert lowered.as_text() == runner.programs.lower(bucket, plain).as_text()
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -216,7 +222,7 @@ def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.Mo
     """
     monkeypatch.setattr(inputs, "SAMPLING", inputs._SamplingUpload(FavouringParams))
     monkeypatch.setattr(program, "Sampler", FavouringSampler)
-    monkeypatch.setattr(Runner, "_compile_steps", await_use)
+    monkeypatch.setattr(StepPrograms, "_compile_all", await_use)
     runner = make_runner()
     runner.compile()
     scheduler = Scheduler(

@@ -12,6 +12,7 @@ import pytest
 
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -31,9 +32,8 @@ PLAN = StepCase(Bucket(32, 4), prompts=((0, 9), (0, 17))).plan(0, SIZES.page_siz
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
-    made = Runner(
-        random_model(tiny_config()), BUCKETS, select("cpu", "reference"), SIZES, end_ids=()
-    )
+    kernels = select("cpu", "reference")
+    made = Runner(StepPrograms(random_model(tiny_config()), BUCKETS, kernels, SIZES), end_ids=())
     made.compile()
     return made
 

@@ -17,6 +17,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.seat_tokens import DraftedTokens, Drafting, DraftRows, PromptLookup
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -67,15 +68,15 @@ PARAMS = {
 
 @cache
 def runner(in_parts: bool, drafting: Drafting | None) -> Runner:
-    made = Runner(
+    programs = StepPrograms(
         random_model(tiny_config()),
         BUCKETS,
         select("cpu", "reference"),
         replace(SIZES, drafting=drafting),
-        end_ids=(),
         greedy_only_mixed=in_parts,
         in_parts=in_parts,
     )
+    made = Runner(programs, end_ids=())
     made.compile()
     return made
 
@@ -83,8 +84,8 @@ def runner(in_parts: bool, drafting: Drafting | None) -> Runner:
 def core_of(in_parts: bool, *, speculates: bool, pages: int = 64) -> EngineCore:
     drafting = DRAFTING if speculates else None
     own = runner(in_parts, drafting)
-    own.state = own.shapes.allocate(own.config)
-    own.builder = own._sizes.builder(own.config)
+    own.state = own.programs.shapes.allocate(own.programs.config)
+    own.builder = own.programs.sizes.builder(own.programs.config)
     limits = SchedulerLimits(SEATS, SIZES.context_length, max_drafts=7 if speculates else 0)
     scheduler = Scheduler(limits, BUCKETS, PagePool(pages, 16), vocab_size=VOCAB)
     core = EngineCore(scheduler, own, Ledger())

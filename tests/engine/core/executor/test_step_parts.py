@@ -19,6 +19,7 @@ from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampling import Sampled, SeatState
 from jitney.engine.core.executor.step_parts import StepParts
+from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -44,9 +45,10 @@ VOCAB = 512
 @cache
 def runner(in_parts: bool) -> Runner:
     model = random_model(tiny_config())
-    made = Runner(
-        model, BUCKETS, KERNELS, SIZES, end_ids=(), greedy_only_mixed=in_parts, in_parts=in_parts
+    programs = StepPrograms(
+        model, BUCKETS, KERNELS, SIZES, greedy_only_mixed=in_parts, in_parts=in_parts
     )
+    made = Runner(programs, end_ids=())
     made.compile()
     return made
 
@@ -67,7 +69,7 @@ PARAMS = {
 
 def fresh_core(own: Runner) -> EngineCore:
     """Over a runner whose state is as at the start."""
-    own.state = own.shapes.allocate(own.config)
+    own.state = own.programs.shapes.allocate(own.programs.config)
     scheduler = Scheduler(
         SchedulerLimits(SEATS, SIZES.context_length), BUCKETS, PagePool(32, 16), vocab_size=VOCAB
     )
@@ -128,7 +130,7 @@ def test_rows_are_chosen_under_masks_alike(rows: int):
     found = []
     for in_parts in (True, False):
         own = runner(in_parts)
-        own.state = own.shapes.allocate(own.config)
+        own.state = own.programs.shapes.allocate(own.programs.config)
         upload = MaskedRows.empty(rows, VOCAB, SEATS)
         for place in range(rows):
             seat = place if numbers is None else int(numbers[place])
@@ -149,18 +151,18 @@ def test_rows_are_chosen_under_masks_alike(rows: int):
 
 def test_steps_of_as_many_logit_rows_have_one_sampler():
     """And both kinds of a bucket's steps have one model."""
-    own = runner(True)
+    own = runner(True).programs
     compiled = []
-    compile_one = own.program.compile
-    own.program.compile = lambda lowered: compiled.append(lowered) or compile_one(lowered)  # pyright: ignore
-    parts = StepParts(own.program, own.leaves, own.shapes, own.builder.layout, ROWS)
+    compile_one = own.step.compile
+    own.step.compile = lambda lowered: compiled.append(lowered) or compile_one(lowered)  # pyright: ignore
+    parts = StepParts(own.step, own.leaves, own.shapes, own.builder.layout, ROWS)
     with ThreadPoolExecutor(1) as pool:
         samplers = set()
         for bucket in BUCKETS.all():
             for plain in (True, False):
                 step: Any = parts.start(pool, bucket, plain)()
                 samplers |= {id(sampler.choose) for sampler in step.tails.samplers.values()}
-    del own.program.compile
+    del own.step.compile
     assert len(samplers) == len(ROWS)
     names = sorted(str(lowered.as_text().split()[1]) for lowered in compiled)
     models, scores, sampler = len(BUCKETS.all()), len(BUCKETS.mixed), 6

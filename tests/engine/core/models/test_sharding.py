@@ -24,7 +24,7 @@ from jitney.engine.cli import doctor
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import load_config
 from jitney.engine.core.executor.memory import PoolShares, PoolSizes, likely_temp_bytes
-from jitney.engine.core.executor.pool_sizing import sized_runner
+from jitney.engine.core.executor.pool_sizing import sized_programs
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.vocabulary import Vocabulary, _first_best
 from jitney.engine.core.models.llama import _lookup
@@ -594,7 +594,7 @@ def test_doctor_says_whether_the_model_can_be_divided(monkeypatch: pytest.Monkey
 
 
 class Sized(SimpleNamespace):
-    """A runner that only knows its size and what its steps need."""
+    """Programs that only know their size and what their steps need."""
 
     group_pages: tuple[int, ...]
     temporaries: int
@@ -635,7 +635,7 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
 
     page_bytes = 4096
     sizes = StateSizes(4, 1, config.engine.page_size, 256, jnp.dtype("float32"))
-    runner = sized_runner(
+    runner = sized_programs(
         config.engine,
         sizes,
         chips,
