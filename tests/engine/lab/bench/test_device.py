@@ -264,7 +264,7 @@ def test_on_a_cpu_transformers_gets_a_small_pool(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peers, "_missing", lambda *names: missing if "psutil" in names else "")
     monkeypatch.setattr(peers, "_make_model", lambda job: model)
     given = job("transformers", platform="cpu")
-    rows = list(_rows_of(given, peers.TASKS["transformers"](given)))
+    rows = list(_rows_of(given, peers.batching(given)))
     assert [bool(r.figures) for r in rows] == [not missing] * 2
     assert all(r.note.startswith(missing) for r in rows)
     # Each batch twice: of four streams, and of one.
