@@ -239,6 +239,6 @@ async def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch):
     try:
         for number in range(12):
             assert await outcome(checks, Grammar("regex", f"a{{{number + 1}}}")) == "ok"
-        assert len(checks._kept) <= 5
+        assert len(checks._results) <= 5
     finally:
         await checks.close()

@@ -412,7 +412,7 @@ def test_who_has_just_sent_a_request_does_not_make_room():
     class Racing(Connections):
         def opened(self, connection: Any) -> None:
             if clients:
-                oldest: Any = next(iter(self._kept))
+                oldest: Any = next(iter(self._idle))
                 send_unread(clients.pop(), oldest)
             super().opened(connection)
 
