@@ -24,8 +24,8 @@ _FEW_PAIRS = 10_000.0
 _BACKGROUND_STRETCH = 1.2
 #: Times the tokens a second that a larger decode bucket must give where several fill it together.
 _FILL = 1.2
-#: A step that takes so many times the least seconds is far above them. On two cores 32 streams take
-#: about twice as long as one: times that scatter must not decide.
+#: A step that takes so many times as long as the quickest is far above it. On two cores 32 streams
+#: take about twice as long as one: times that scatter must not decide.
 _FAR = 1.5
 #: A bucket that was seen fewer times does not tell how soon a step of it may be done.
 _FEWEST_SEEN = 3
@@ -232,11 +232,14 @@ class StepTimeEstimate:
         return self._with_rows(self._typical(bucket), bucket, rows)
 
     def far_above_least(self, sequences: int) -> bool:
-        """Whether a step in which so many sequences decode takes _FAR times as long as any step
-        must.
+        """Whether a step in which so many sequences decode takes _FAR times as long as the quickest
+        that was seen: the few steps of one stream may be long ago, and made long by something else.
         """
         seconds = self.decode(sequences) if sequences else None
-        return seconds is not None and seconds >= _FAR * self.least > 0
+        if seconds is None:
+            return False
+        seen = [time for bucket in self.buckets.decode for time, _ in self._seen.get(bucket, ())]
+        return seconds >= _FAR * min(seen)
 
     def rows_beside(self, sequences: int) -> int:
         """Rows that may be added to a step in which so many sequences decode, at least one, without

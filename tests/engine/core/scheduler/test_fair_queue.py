@@ -38,6 +38,7 @@ from jitney.engine.core.scheduler.policies import (
 )
 from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.sequence import Sequence
+from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import simulate
@@ -501,6 +502,20 @@ def long_steps_core() -> EngineCore:
     times.observe(decode[-1], 0.02)
     core.scheduler.observe = lambda plan, seconds, gap=0.0: None
     return core
+
+
+def test_steps_that_something_else_made_long_do_not_hide_what_streams_take():
+    """Of those of one stream, long ago, the quickest counts."""
+    buckets = Buckets.of(max_seats=8, token_budget=64)
+    times = StepTimeEstimate(buckets)
+    assert not times.far_above_least(8), "nothing was measured"
+    for seconds in (0.016, 0.01, *[0.016] * 8):
+        times.observe(buckets.decode[0], seconds)
+    times.observe(buckets.decode[-1], 0.0149)
+    assert not times.far_above_least(8)
+    for _ in range(3):
+        times.observe(buckets.decode[-1], 0.0151)
+    assert times.far_above_least(8) and not times.far_above_least(0)
 
 
 def fill_by_a(core: EngineCore) -> None:
