@@ -43,7 +43,7 @@ _VMEM = 56 << 20
 
 
 class _Items(NamedTuple):
-    """Where the rows and the memory of each item are; int32, in scalar memory."""
+    """Where the rows and the memory of each item are: int32, or in the kernel references to it."""
 
     #: [N + 1]: its first row; from the last item on, the end of all rows.
     first: jax.Array
@@ -115,14 +115,14 @@ def recur(
         """A block of the array that has a block for each tile."""
 
         def place(number: _Index, *refs: jax.Ref) -> tuple[_Index, ...]:
-            own = _Items(*refs)
+            own = _Items._make(refs)
             return own.first[own.present(number)] // tile, *[0] * (len(shape) - 1)
 
         return pl.BlockSpec(shape, place, memory_space=memory_space)
 
     def of_slot(which: Callable[[_Items], jax.Array]) -> pl.BlockSpec:
         def place(number: _Index, *refs: jax.Ref) -> tuple[_Index, ...]:
-            own = _Items(*refs)
+            own = _Items._make(refs)
             return which(own)[own.present(number)], 0, 0, 0
 
         return pl.BlockSpec((1, *memory.shape[1:]), place)
@@ -166,7 +166,7 @@ def _kernel(tile: int, *refs: jax.Ref) -> None:
     [R, H, V], decays and betas [R, 2 H], a slot's memory [1, H, D, V]; what is read [R, H, V], a
     slot's memory behind the item [1, H, D, V]; the sequence's memory [H, D, V].
     """
-    items = _Items(*refs[: len(_Items._fields)])
+    items = _Items._make(refs[: len(_Items._fields)])
     columns, values, gates, before, read, after, kept = refs[len(items) :]
     number = pl.program_id(0)
     n_heads, n_keys = len(kept), columns.shape[1]

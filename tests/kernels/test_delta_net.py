@@ -151,24 +151,26 @@ def test_a_row_that_is_computed_again_changes_nothing(name: str, rows: int):
 def test_a_tpu_passes_sequences_of_any_length(lengths: tuple[int, ...]):
     """Decays near 0 and 1, sequences that begin, slots that are read and not written, padding."""
     rng = np.random.default_rng(2)
-    n_rows, n_seqs, shape = 320, len(lengths), (10, 4, 8, 128)
-    size = n_rows, 2, 8
-    unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in rng.standard_normal((2, *size))]
-    values = rng.standard_normal((n_rows, 4, 128))
-    decay = rng.choice([0.0, 1e-30, 0.5, 1 - 1e-6, 1.0], (n_rows, 4))
-    rows = plain.DeltaRows(*unit, values, decay, rng.uniform(size=(n_rows, 4)))
-    reads = np.array([[0], [6], [2], [3]])
-    sequences = plain.DeltaSequences(
-        ends=np.cumsum([0, *lengths]),
-        stops=np.array(lengths)[:, None],
-        reads=reads,
-        writes=np.where(np.array(lengths)[:, None] > 0, [[5], [6], [7], [8]], 1 << 30),
-        starts=np.array([7, 3, 0, 0]),
-        again=np.zeros(n_seqs),
+    n_rows, shape = 320, (10, 4, 8, 128)
+    floats, counts = partial(jnp.asarray, dtype=jnp.float32), partial(jnp.asarray, dtype=jnp.int32)
+    queries, keys = rng.standard_normal((2, n_rows, 2, 8))
+    rows = plain.DeltaRows(
+        queries=floats(queries),
+        keys=floats(keys / np.linalg.norm(keys, axis=-1, keepdims=True)),
+        values=floats(rng.standard_normal((n_rows, 4, 128))),
+        decay=floats(rng.choice([0.0, 1e-30, 0.5, 1 - 1e-6, 1.0], (n_rows, 4))),
+        beta=floats(rng.uniform(size=(n_rows, 4))),
     )
-    rows = jax.tree.map(partial(jnp.asarray, dtype=jnp.float32), rows)
-    sequences = jax.tree.map(partial(jnp.asarray, dtype=jnp.int32), sequences)
-    memory = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    stops = np.array(lengths)[:, None]
+    sequences = plain.DeltaSequences(
+        ends=counts(np.cumsum([0, *lengths])),
+        stops=counts(stops),
+        reads=counts([[0], [6], [2], [3]]),
+        writes=counts(np.where(stops > 0, [[5], [6], [7], [8]], 1 << 30)),
+        starts=counts([7, 3, 0, 0]),
+        again=counts([0] * len(lengths)),
+    )
+    memory = floats(rng.standard_normal(shape))
     given = rows, memory, sequences, jnp.int32(sum(lengths))
     wanted = jax.jit(plain.recur_by_rows)(*given)
     found = jax.jit(partial(pallas.recur, interpret=True))(*given)
