@@ -153,9 +153,10 @@ class ExpertsConfig:
 
     def local(self, shards: int) -> ExpertsConfig:
         """One device's, of `shards`: the experts of its group, and its columns of the others."""
+        grouped = self.all_groups > 1
         return replace(
             self,
-            held=self.n_experts // self.all_groups if self.all_groups > 1 else self.held,
+            local_experts=self.n_experts // self.all_groups if grouped else self.local_experts,
             shared_size=self.shared_size // shards,
             dense_size=self.dense_size // shards,
         )

@@ -90,7 +90,7 @@ def test_a_start_that_finds_its_programs_traces_none(
 
 def test_no_other_runner_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def folder_of(**changes: Any) -> Path:
-        kept = make_runner(tmp_path, **changes).program.kept
+        kept = make_runner(tmp_path, **changes).programs.step.kept
         assert kept is not None
         return kept.folder
 

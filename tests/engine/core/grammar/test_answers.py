@@ -147,8 +147,9 @@ def test_greedy_penalised_and_scored_rows_keep_to_it_too(llm: LLM):
 
 
 def test_a_stop_token_before_min_tokens_is_chosen_where_the_grammar_allows_no_other(llm: LLM):
-    space = {"stop_token_ids": (ord(" "),), "max_tokens": 12}
-    for sampling in ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}):
+    space: dict[str, Any] = {"stop_token_ids": (ord(" "),), "max_tokens": 12}
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}]
+    for sampling in kinds:
         wanted = Grammar("choice", '["ab ab ab"]')
         [(finish, text)] = answers(llm, wanted, min_tokens=5, **space, **sampling)
         assert (finish, text) == ("stop", "ab ab")

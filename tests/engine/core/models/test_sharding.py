@@ -635,7 +635,7 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
 
     page_bytes = 4096
     sizes = StateSizes(4, 1, config.engine.page_size, 256, jnp.dtype("float32"))
-    runner = sized_programs(
+    programs = sized_programs(
         config.engine,
         sizes,
         chips,
@@ -644,5 +644,5 @@ def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: i
         make=make_runner,  # type: ignore[arg-type]
     )
     room = limit - likely // 2 - int(0.04 * limit) - needed
-    assert len(runners) == made
-    assert 0.97 * room - page_bytes <= runner.group_pages[0] * page_bytes <= room
+    assert len(runners) == made and programs is runners[-1]  # type: ignore[comparison-overlap]
+    assert 0.97 * room - page_bytes <= runners[-1].group_pages[0] * page_bytes <= room
