@@ -20,13 +20,15 @@ from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup
 _DEFAULT_URL = "http://127.0.0.1:8000"
 #: Seconds between two scrapes.
 _EVERY_S = 1.0
+#: The shortest watch.
+_LEAST_S = 0.1
 #: Most engines of a fleet that are watched at once.
 _MOST_AT_ONCE = 64
 _NO_METRICS = {404: "it has no metrics of Jitney; is this a Jitney server?"}
 _NO_FLEET = {404: "it has no /fleet/replicas; is this a Jitney fleet?"}
 _FLAGS = (
     Flag.of("url", "a server or a fleet", _DEFAULT_URL, nargs="?", metavar="URL"),
-    Flag.number("--seconds", "how long to watch it", 10.0, least=_EVERY_S),
+    Flag.number("--seconds", "how long to watch it", 10.0, least=_LEAST_S),
     Flag.switch("--json", "print one JSON object"),
     KEY_FLAG,
 )
