@@ -220,5 +220,5 @@ export function placeInWords(waiting, id, now, predicted) {
   }
   const expected = waiting.expected(position.place, predicted);
   const about = expected ? `, about ${seconds(Math.max(0, expected - (now - position.since)))}` : "";
-  return `place ${found.place} in the queue${about}`;
+  return `place ${position.place} in the queue${about}`;
 }
