@@ -1,11 +1,11 @@
-"""What low-rank adapters cost: the same greedy requests on engines with none, one, four and eight
-of rank 16 on every matrix of the layers, in one process, in turn.
+"""Measures the cost of low-rank adapters: the same greedy requests on engines with 0, 1, 4 and 8
+adapters of rank 16 on every matrix of the layers, in one process, in turn.
 
     python docs/benchmarks/adapters.py [MODEL] [--rounds N]
 
-Every engine has all its adapters in every step, whoever asks for which; here the requests ask for
-them in turn. Prints a row for each engine: decoding at 32 sequences and prompts of 512 tokens, in
-tokens a second, medians, and beside those of the engine without adapters.
+Every engine computes all its adapters in every step; the requests use the adapters in turn. Prints
+a row for each engine: decoding at 32 sequences and prompts of 512 tokens, in tokens a second
+(medians), and the ratios to the engine without adapters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANK, SEATS, PROMPT, OUTPUT, LONG = 16, 32, 16, 48, 512
 
 
 def write_adapter(folder: Path, config: ModelConfig, seed: int) -> str:
-    """Random numbers, in PEFT's form."""
+    """Write an adapter of random numbers in PEFT's format; returns its folder."""
     draw = np.random.default_rng(seed)
     weights = model_class(config.architecture).weight_map(config, "hf")
     tensors: dict[str, np.ndarray] = {}
@@ -47,13 +47,13 @@ def write_adapter(folder: Path, config: ModelConfig, seed: int) -> str:
     folder.mkdir()
     floats = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     save_file(floats, folder / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    adapter_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     return str(folder)
 
 
 def rate(llm: LLM, length: int, output: int, requests: int) -> float:
-    """Tokens a second: generated ones, or of prompts where one token is generated."""
+    """Tokens a second: generated tokens, or prompt tokens where `output` is 1."""
     draw = np.random.default_rng(time.perf_counter_ns())
     prompts: list[Any] = [draw.integers(0, 1000, length).tolist() for _ in range(requests)]
     names = ["", *llm.info.model.adapters]

@@ -1,13 +1,12 @@
-"""A batch of requests beside live traffic, and a batch whose server is killed in the middle.
+"""Runs a batch beside live traffic, and a batch whose server is killed in the middle.
 
     python docs/benchmarks/batch.py [--rate 1] [--seconds 40] [--rounds 3] [--json FILE]
 
-Starts `jitney serve` on this machine. First the same live traffic (requests at random times of a
-fixed seed, whether the last ones are answered or not) runs in turn without and with a batch of
-`--lines` requests beside it: seconds to the first token from when a request should have been sent,
-and their ratio. Each batch is cancelled when its turn is over. Then a batch runs alone, the server
-is killed with SIGKILL once a third of it is answered, and started again: how often each line is
-answered.
+Starts `jitney serve` on this machine. First the same live traffic (an open loop: requests at random
+times of a fixed seed) runs in turn without and with a batch of `--lines` requests beside it. Prints
+the seconds from each request's scheduled time to its first token, and their ratio. Each batch is
+cancelled when its turn is over. Then a batch runs alone; the server is killed with SIGKILL when a
+third of it is answered, and started again. Prints how often each line is answered.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from running import READY_S, Server, serving
 
 from jitney.engine.common.machine import cpu_name
 
-#: Seconds that a batch may take.
+#: Most seconds that a batch may take.
 BATCH_S = 3600.0
-#: Tokens of prompts and answers, live and in batches: means of log-normal lengths.
+#: Tokens of prompts and answers, of live requests and of batches: means of log-normal lengths.
 LIVE, LINE = (96, 24), (48, 12)
 COMPLETIONS = "/v1/completions"
 
 
 @dataclass
 class Turn:
-    """Live traffic for some seconds."""
+    """Measurements of live traffic over some seconds."""
 
     beside: bool
     #: Seconds to the first token of each request.
     first_token_s: list[float] = field(default_factory=list)
     failed: int = 0
-    #: Lines of the batch that were answered meanwhile.
+    #: Lines of the batch answered during this turn.
     lines: int = 0
 
 
 @dataclass
 class Killed:
-    """What came of a batch whose server was killed."""
+    """Answers of a batch whose server was killed."""
 
     lines: int
     answered_before: int
@@ -67,7 +66,7 @@ def lengths(rng: np.random.Generator, mean: int, count: int) -> list[int]:
 
 
 def bodies(seed: int, count: int, means: tuple[int, int]) -> list[dict[str, Any]]:
-    """So many requests with prompts of random ids."""
+    """`count` requests with prompts of random token ids."""
     rng = np.random.default_rng(seed)
     prompts, outputs = (lengths(rng, mean, count) for mean in means)
     return [
@@ -99,7 +98,7 @@ def server_of(args: argparse.Namespace, folder: Path) -> AbstractContextManager[
 
 
 async def begin(http: httpx.AsyncClient, content: bytes) -> str:
-    """Begin a batch; its id."""
+    """Create a batch; returns its id."""
     files = {"file": ("lines.jsonl", content), "purpose": (None, "batch")}
     file = (await http.post("/v1/files", files=files)).raise_for_status().json()
     body = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
@@ -107,7 +106,7 @@ async def begin(http: httpx.AsyncClient, content: bytes) -> str:
 
 
 async def until(http: httpx.AsyncClient, id: str, lines: int, *states: str) -> dict[str, Any]:
-    """The batch once it is in one of the states, or has so many answers."""
+    """Wait until the batch is in one of the states or has `lines` answers; returns the batch."""
     deadline = time.monotonic() + BATCH_S
     while time.monotonic() < deadline:
         batch = (await http.get(f"/v1/batches/{id}")).raise_for_status().json()
@@ -118,7 +117,7 @@ async def until(http: httpx.AsyncClient, id: str, lines: int, *states: str) -> d
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any], due: float, turn: Turn) -> None:
-    """One live request, sent when it is due."""
+    """Send one live request at the time `due`, and record it in `turn`."""
     await asyncio.sleep(due - time.monotonic())
     first = None
     try:
@@ -135,13 +134,13 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], due: float, turn: T
 
 
 async def live(http: httpx.AsyncClient, args: argparse.Namespace, seed: int, turn: Turn) -> None:
-    """Requests at random times, the same for the same seed."""
+    """Send requests at random times, which are the same for the same seed."""
     rng = np.random.default_rng(seed)
     count = max(1, round(args.rate * args.seconds))
     at = np.sort(rng.uniform(0, args.seconds, count)) + time.monotonic() + 0.5
-    wanted = bodies(seed, count, LIVE)
+    requests = bodies(seed, count, LIVE)
     await asyncio.gather(
-        *(ask(http, body, due, turn) for body, due in zip(wanted, at.tolist(), strict=True))
+        *(ask(http, body, due, turn) for body, due in zip(requests, at.tolist(), strict=True))
     )
 
 
@@ -149,9 +148,9 @@ async def turns(args: argparse.Namespace, folder: Path) -> list[Turn]:
     done: list[Turn] = []
     with server_of(args, folder) as server:
         async with client(server.url) as http:
-            await live(http, args, 99, Turn(False))  # what is first is slow
+            await live(http, args, 99, Turn(False))  # warm-up: the first requests are slow
             for number in range(2 * args.rounds):
-                # Without, with, with, without: what the machine does otherwise changes slowly.
+                # Without, with, with, without: cancels slow changes of the machine's speed.
                 beside = number % 4 in (1, 2)
                 turn = Turn(beside)
                 if beside:
@@ -204,7 +203,7 @@ async def killed(args: argparse.Namespace, folder: Path) -> Killed:
 
 
 def ratios(done: list[Turn]) -> dict[str, float]:
-    """Of first tokens with a batch over those without, by quantile."""
+    """First-token times with a batch divided by those without, by quantile."""
     arms = [
         np.concatenate([turn.first_token_s for turn in done if turn.beside == beside])
         for beside in (True, False)

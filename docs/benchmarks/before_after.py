@@ -37,15 +37,15 @@ from jitney.engine.common.ports import free_port
 from jitney.engine.config.schema import cache_dir
 
 _BENCHMARKS = Path("docs/benchmarks")
-#: `jitney ARGUMENTS`, whatever the tree's own entry is called.
+#: Python code that runs `jitney ARGUMENTS`, whatever a tree's entry point is called.
 _CLI = "import sys; from jitney.engine.cli import main; sys.exit(main(sys.argv[1:]))"
-#: The device's steps are a roofline's, so that only the host's work takes time; at this rate three
-#: of four seats are taken.
+#: Step times are a roofline's, so that only the host's work takes time; at this rate three of four
+#: seats are taken.
 _SIMULATE = (
     *("simulate", "--policies", "continuous", "--device", "h100"),
     *("--seats", "32", "--rate", "300"),
 )
-#: Seconds between two looks at a server that starts.
+#: Seconds between two checks of a server that starts.
 _LOOK_S = 0.05
 #: A line of feed_cost.py.
 _COST = re.compile(r"^(.+?):\s+([\d.]+) (us a step|ms of CPU a second)")
@@ -54,7 +54,7 @@ type _Figures = dict[str, float]
 
 
 class _Skipped(Exception):
-    """A tree cannot run a measurement."""
+    """Raised where a tree cannot run a measurement."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class _Tree:
 
     label: str
     folder: Path
-    #: On the path of what runs in it.
+    #: Folder on the PYTHONPATH of the processes of this tree.
     importable: Path
 
     def run(self, *command: str) -> tuple[str, float]:
-        """The command's output and its CPU seconds. Raises _Skipped."""
+        """Run the command; returns its output and CPU seconds. Raises _Skipped."""
         environment = os.environ | {"PYTHONPATH": str(self.importable), "COLUMNS": "200"}
         before = _children_cpu_s()
         done = subprocess.run(
@@ -105,7 +105,7 @@ class _Tree:
             server.wait()
 
     def script(self, name: str, *arguments: str) -> str:
-        """The output of one of its own benchmarks. Raises _Skipped."""
+        """Run one of the tree's own benchmarks; returns its output. Raises _Skipped."""
         file = self.folder / _BENCHMARKS / name
         if not file.exists():
             raise _Skipped(f"it has no {_BENCHMARKS / name}")
@@ -113,7 +113,7 @@ class _Tree:
         return printed
 
     def report(self, name: str, *arguments: str) -> dict[str, dict[str, float]]:
-        """The JSON that one of its own benchmarks writes. Raises _Skipped."""
+        """Run one of the tree's own benchmarks; returns its JSON. Raises _Skipped."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "report.json"
             self.script(name, *arguments, "--json", str(file))
@@ -127,7 +127,7 @@ def _children_cpu_s() -> float:
 
 
 def _simulated(tree: _Tree, args: argparse.Namespace) -> _Figures:
-    """CPU time of a simulation, its start included."""
+    """CPU time of a simulation, including its start."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         n_requests = 2000 if args.quick else args.requests
@@ -164,7 +164,7 @@ def _closed_loop(tree: _Tree, args: argparse.Namespace) -> _Figures:
 
 
 def _feed_cost(tree: _Tree, args: argparse.Namespace) -> _Figures:
-    """Figures by the order of the lines, whose labels differ between trees."""
+    """Figures in the order of the output lines, since their labels differ between trees."""
     quick = ("--seats", "64", "--seconds", "2")
     printed = tree.script("feed_cost.py", *(quick if args.quick else ()))
     costs = [match for line in printed.splitlines() if (match := _COST.match(line))]
@@ -197,7 +197,7 @@ _MEASUREMENTS: dict[str, Callable[[_Tree, argparse.Namespace], _Figures]] = {
 
 
 def _tree(label: str, folder: Path, links: Path) -> _Tree:
-    """Raises SystemExit for a folder that is no checkout."""
+    """The tree in a folder. Raises SystemExit if the folder is not a checkout."""
     folder = folder.resolve()
     if not (folder / "engine" / "__init__.py").exists():
         sys.exit(f"--{label}: {folder} is no checkout of this project")
@@ -211,7 +211,7 @@ def _tree(label: str, folder: Path, links: Path) -> _Tree:
 def _in_turn(
     name: str, trees: tuple[_Tree, _Tree], args: argparse.Namespace
 ) -> dict[str, list[_Figures]] | None:
-    """The figures of each round, by tree; None where a tree has none."""
+    """The figures of each round, by tree; None where a tree cannot run the measurement."""
     runs: dict[str, list[_Figures]] = {tree.label: [] for tree in trees}
     for turn in range(args.rounds):
         for tree in trees:
@@ -225,7 +225,7 @@ def _in_turn(
 
 
 def _spread(values: list[float]) -> float:
-    """Range of a tree's own runs, divided by their mean."""
+    """Range of one tree's runs, divided by their mean."""
     return (max(values) - min(values)) / mean(values) if mean(values) else 0.0
 
 

@@ -1,13 +1,13 @@
-"""Chat templates against the conversations of tests/support/conversations.py: does every text reach
-the prompt, in order and once, with all tools named?
+"""Checks chat templates with the conversations of tests/support/conversations.py: each text must
+reach the prompt exactly once and in order, and all tools must be named.
 
     python docs/benchmarks/chat_templates.py --templates FOLDER [--faults]
 
 FOLDER has templates as files *.jinja, such as vendor/llama.cpp/models/templates in the source
-archive of llama_cpp_python. For each template the table says how many conversations are right, how
+archive of llama_cpp_python. The table shows for each template how many conversations are right, how
 many are refused (the template raised an error, which the client gets as a 400) and how many are
-wrong, and what the template does not do by itself. It is written to chat_templates.json beside this
-file. --faults: each conversation that is not right.
+wrong, and which abilities the template lacks. It is written to chat_templates.json beside this
+file. --faults: print each conversation that is not right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERDICTS = ("right", "refused", "wrong")
 
 
 async def judged(talk: Talk, template: SandboxedTemplate, can: ChatAbilities) -> tuple[str, str]:
-    """A verdict, and the reason."""
+    """The verdict on one conversation, and its reason."""
     try:
         prompt = await talk.prompt(template, can, [])
     except RequestError as error:
@@ -55,7 +55,7 @@ def abilities_of(can: ChatAbilities) -> dict[str, Any]:
 
 
 async def measured(file: Path, *, faults: bool) -> dict[str, Any]:
-    """The line of one template."""
+    """The JSON entry of one template."""
     template = SandboxedTemplate.of(file.read_text())
     can = await template.abilities()
     verdicts: Counter[str] = Counter()

@@ -1,10 +1,10 @@
-"""Closed-loop throughput of the engine's core in this process, without HTTP, text or a client, and
-the parts of its steps' time. `jitney bench peers` measures a served engine.
+"""Measures closed-loop throughput of the engine's core in this process, without HTTP, text or a
+client, and the parts of its step time. `jitney bench peers` measures a served engine.
 
     python docs/benchmarks/closed_loop.py [--model smollm2-135m] [--streams 32 8 1] [--json FILE]
 
-With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment it has the huge pages that a served
-core asks for.
+Set GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment to get the huge pages that a served
+core has.
 
 96 requests, prompts around 96 tokens and outputs around 64 (log-normal), greedy, end-of-sequence
 ignored, prefix cache off; `streams` of them are open at any time. Then prompts of 512 tokens with
@@ -47,7 +47,7 @@ def requests(count: int, prompt: int, output: int, *, spread: bool) -> list[tupl
 
 
 def closed_loop(llm: LLM, work: list[tuple[list[int], int]], streams: int) -> dict[str, float]:
-    """Run the work with `streams` requests open at a time; figures of the whole run."""
+    """Run the work with `streams` requests open at a time; returns figures of the whole run."""
     core, ledger = llm.core, llm.core.ledger
     first_step = ledger.steps
     waiting = list(enumerate(work))[::-1]

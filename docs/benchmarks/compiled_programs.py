@@ -1,12 +1,12 @@
-"""Count what the engine's compiled steps read and write on GPUs and TPUs, without a device: writes
-compiled_programs.json and .md here.
+"""Counts the bytes that the engine's compiled steps read and write on GPUs and TPUs, without a
+device; writes compiled_programs.json and .md here.
 
 python docs/benchmarks/compiled_programs.py [--targets h100 v6e ...] [--before DATE], after `make
 build/cuda build/tpu` has fetched the compilers' plugins (JITNEY_CUDA_PLUGIN, JITNEY_TPU_PLUGIN);
-the programs and their account are those of tests/compiled. Programs of other targets, those that
-the JSON has of DATE or later, and those without a plugin, stay as it has them; both files are
-written after each program. --kept compiles nothing: it writes them from what JITNEY_COMPILED holds,
-and otherwise from the JSON.
+the programs and the counting are those of tests/compiled. Entries of the JSON stay as they are for
+other targets, for programs counted on DATE or later, and for targets without a plugin; both files
+are written after each program. --kept compiles nothing: it writes the files from the facts in the
+folder JITNEY_COMPILED, and otherwise from the JSON.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ without a device XLA does not tune its products, and a kernel of ours is counted
 documentation says it touches. `date` is that of the oldest of a row's steps.
 """
 COLUMNS = ("program", "decode", "mixed", "temporaries MiB", "sums", "date")
-#: Of steps whose facts name none.
+#: Device kind of steps whose facts name none.
 UNDATED = "2026-11-26"
 
 
 def heading(spec: Spec) -> str:
     """Target, model, number formats and devices of a group of steps."""
-    kept = "bf16" if spec.weights == "plain" else spec.weights
+    weights = "bf16" if spec.weights == "plain" else spec.weights
     pool = "" if spec.kv == "auto" else f", {spec.kv} KV"
     devices = f", {spec.devices} devices" if spec.devices > 1 else ""
     layers = f", {spec.layers} layers" if spec.layers else ""
-    return f"{spec.target}, {spec.model}, {kept}{pool}{devices}{layers}"
+    return f"{spec.target}, {spec.model}, {weights}{pool}{devices}{layers}"
 
 
 def table(found: dict[Spec, dict[str, Any]]) -> str:
-    """The page: a line per target, model, number formats and devices; of two models of 8B one."""
+    """The page's table: a line per target, model, formats and devices; one of two 8B models."""
     groups: dict[str, dict[Spec, dict[str, Any]]] = {}
     for spec, step in found.items():
         if spec.model != "qwen3-8b":
@@ -71,7 +71,7 @@ def table(found: dict[Spec, dict[str, Any]]) -> str:
 
 
 def _cells(group: dict[Spec, dict[str, Any]]) -> Iterator[str]:
-    """The columns behind the heading."""
+    """The table cells after the heading."""
     decode = [step for spec, step in group.items() if spec.decodes]
     mixed = [step for spec, step in group.items() if not spec.decodes]
     yield _over(decode)
@@ -88,7 +88,7 @@ def _cells(group: dict[Spec, dict[str, Any]]) -> Iterator[str]:
 
 
 def _over(steps: Sequence[dict[str, Any]]) -> str:
-    """Least and most of the bytes touched over the least possible."""
+    """Range of the bytes touched divided by the fewest possible, over some steps."""
     overs = [
         (load["bytes"] - step.get("head", 0)) / (load["floor"] - step.get("head", 0))
         for step in steps
@@ -101,32 +101,32 @@ def _over(steps: Sequence[dict[str, Any]]) -> str:
 
 
 def compile_all(targets: Sequence[str], before: str) -> None:
-    """Every program of these targets whose plugin is there and whose figures are older than
-    `before`, an ISO date, "": all of them. Both files are written after each.
+    """Compile every program of these targets whose plugin is installed and whose figures are older
+    than `before` (an ISO date; "": all programs). Both files are written after each.
     """
-    known = kept_facts()
+    stored = kept_facts()
     for spec in (*every_spec(), *families()):
-        figures = known.get(spec)
+        figures = stored.get(spec)
         recent = figures is not None and "" < before <= figures.get("date", UNDATED)
         if recent or not spec.plugin or spec.target not in targets:
             continue
-        known[spec] = found = facts(spec)
-        write(known)
+        stored[spec] = counted = facts(spec)
+        write(stored)
         over = (
-            f"{load['context']}: {load['bytes'] / load['floor']:.3f}" for load in found["loads"]
+            f"{load['context']}: {load['bytes'] / load['floor']:.3f}" for load in counted["loads"]
         )
         print(spec, *over, flush=True)
 
 
 def kept_facts() -> dict[Spec, dict[str, Any]]:
-    """What is known of every program without compiling one."""
+    """Stored facts of every program, without compiling any."""
     page = {step.pop("program"): step for step in json.loads((HERE / NAME).read_text())}
-    known = ((spec, kept(spec) or page.get(str(spec))) for spec in (*every_spec(), *families()))
-    return {spec: step for spec, step in known if step is not None}
+    steps = ((spec, kept(spec) or page.get(str(spec))) for spec in (*every_spec(), *families()))
+    return {spec: step for spec, step in steps if step is not None}
 
 
 def write(found: dict[Spec, dict[str, Any]]) -> None:
-    """Both files, programs in the order of `every_spec`."""
+    """Write both files, with programs in the order of `every_spec`."""
     order = {spec: place for place, spec in enumerate((*every_spec(), *families()))}
     found = dict(sorted(found.items(), key=lambda item: order[item[0]]))
     programs = [{"program": str(spec), **step} for spec, step in found.items()]

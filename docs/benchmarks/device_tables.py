@@ -1,7 +1,7 @@
-"""Tables of `device_h200.json`: one run of `jitney bench device` and `jitney bench serve` on a
-device.
+"""Formats the tables of `device_h200.json`: one run of `jitney bench device` and `jitney bench
+serve` on a device.
 
-The file has the rows of the bench's own file, without those of power and of cases that ran out of
+The file has the rows of the bench's own file, except those of power and of cases that ran out of
 time, and the figures of each load over HTTP.
 """
 
@@ -20,7 +20,7 @@ from jitney.engine.lab.device.run import DevicePlan, DeviceResults
 type _Report = dict[str, Any]
 
 _DECODE = [("decode step", f"{seats} x 1,024, bfloat16") for seats in (1, 8, 32)]
-#: What a line of `shares` shows, and (name, case) of the rows that it takes.
+#: Labels of the lines of `shares`, with the (name, case) of the rows that each line covers.
 _SHARES = {
     "decode step, bfloat16, 1 / 8 / 32 seats of 1,024 tokens": _DECODE,
     "the same, fp8 weights": [("decode step", f"{seats} x 1,024, fp8") for seats in (1, 8, 32)],
@@ -41,7 +41,7 @@ _SHARES = {
 
 
 def page(report: _Report) -> str:
-    """All rows, as the bench's own page has them."""
+    """All rows, as on the bench's own page."""
     results = DeviceResults(
         DevicePlan(shape=report["shape"], page_size=report["page_size"]),
         about=msgspec.convert(report["about"], About),
@@ -51,13 +51,13 @@ def page(report: _Report) -> str:
         calls=report["calls"],
         finished=report["finished"],
     )
-    taken = f"{report['date']}, driver {report['driver']}. Written by `tables.py` from the JSON."
+    origin = f"{report['date']}, driver {report['driver']}. Written by `tables.py` from the JSON."
     title, rest = DeviceReport(results).markdown().split("\n", 1)
-    return f"{title}\n\n{taken}\n{rest.rstrip()}\n"
+    return f"{title}\n\n{origin}\n{rest.rstrip()}\n"
 
 
 def serve(report: _Report) -> Iterator[str]:
-    """Each load over HTTP."""
+    """A row for each load over HTTP."""
     heads = [
         "streams",
         "output tok/s",
@@ -86,7 +86,7 @@ def _served(run: _Report) -> list[str]:
 
 
 def shares(report: _Report) -> Iterator[str]:
-    """Floors over times of some rows."""
+    """Floor times divided by measured times, for some rows."""
     rows = {(row.name, row.case): row for row in _rows(report) if row.part != "cublas"}
     lines = []
     for name, cases in _SHARES.items():
@@ -95,7 +95,7 @@ def shares(report: _Report) -> Iterator[str]:
 
 
 def _shares_of(rows: Sequence[Row]) -> tuple[str, str]:
-    """(shares in percent, times) of a line of `shares`."""
+    """(shares in percent, times) of one line of `shares`."""
     seconds = [row.seconds or 0.0 for row in rows]
     percent = " / ".join(f"{100 * (row.fraction or 0.0):.0f}" for row in rows)
     units = (1.0, 2, "s"), (1e3, 1, "ms"), (1e6, 0, "us")
@@ -105,7 +105,7 @@ def _shares_of(rows: Sequence[Row]) -> tuple[str, str]:
 
 
 def short(report: _Report) -> Iterator[str]:
-    """One line, for a page of devices."""
+    """One line, for docs/devices.md."""
     speeds = {run["streams"]: f"{run['output_tok_s']:,.0f}" for run in report["serve"]}
     rows = {(row.name, row.case): row for row in _rows(report) if row.part == "steps"}
     heads = [
@@ -140,7 +140,7 @@ def _rows(report: _Report) -> list[Row]:
     return msgspec.convert(report["rows"], list[Row])
 
 
-#: By name in a page's mark.
+#: Functions by the view name in a page's mark.
 VIEWS: dict[str, Callable[[_Report], Iterator[str]]] = {
     "serve": serve,
     "shares": shares,

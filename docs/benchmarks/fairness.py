@@ -1,15 +1,15 @@
-"""How long a client that asks for little waits for its first token beside one that asks for all
-that the server takes.
+"""Measures how long a light client waits for its first token beside a client that floods the
+server.
 
     python docs/benchmarks/fairness.py [--model smollm2-135m] [--streams 110] [--asks 40]
         [--repeats 3] [--seats 32] [--order fcfs]
 
-Starts `jitney serve` with two keys and its default settings, but for the seats: sizes that are not
-given are timed while it serves. One key asks short questions, one after the other: alone, then
-beside `--streams` streams of the other key, each of which begins anew when it ends; both as often
-as `--repeats` says. Prints the time to the first token of the short questions, by how much the
+Starts `jitney serve` with two keys and its default settings, except for the seats; step sizes that
+are not set are timed while it serves. The light key sends short questions one after the other:
+alone, then beside `--streams` streams of the other key, each of which starts again when it ends;
+`--repeats` times both. Prints the time to the first token of the short questions, by how much the
 flood makes it longer, and the tokens a second of all clients. `--order` sets another order than the
-one of a server with keys.
+default of a server with keys.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from running import Server, serving
 
 from jitney.engine.common.machine import cpu_name
 
-#: Tokens of a short question's prompt and answer, and of those of the flood.
+#: (prompt, answer) tokens of a short question, and of a request of the flood.
 SHORT, LONG = (20, 16), (60, 120)
-#: Seconds of the flood before anything is measured.
+#: Seconds of flood before the measurement starts.
 WARM_UP_S = 10.0
-#: Short questions before any is measured.
+#: Short questions sent as a warm-up.
 WARM_UP = 3
 PAUSE_S = 0.2
-#: Seconds in which the server lets go of the flood's streams.
+#: Seconds that the server needs to drop the flood's streams.
 CALM_S = 2.0
 MODEST, GREEDY, ADMIN = "modest", "greedy", "admin"
 TOKENS = "jitney_generated_tokens_total"
@@ -56,7 +56,7 @@ def body_of(lengths: tuple[int, int], seed: int) -> dict[str, Any]:
 
 
 async def first_token_s(server: Server, seed: int) -> float:
-    """Ask a short question, and read the answer to its end. Infinite for one that is refused."""
+    """Ask a short question and read the whole answer. Infinite if the question is refused."""
     headers = {"authorization": f"Bearer {MODEST}"}
     began, first = time.monotonic(), float("inf")
     async with server.client.stream(
@@ -69,7 +69,7 @@ async def first_token_s(server: Server, seed: int) -> float:
 
 
 async def ask_in_turn(server: Server, asks: int, seed: int) -> list[float]:
-    """First tokens of short questions, seconds."""
+    """Seconds to the first token of each short question."""
     times: list[float] = []
     for number in range(WARM_UP + asks):
         times.append(await first_token_s(server, seed + number))
@@ -78,8 +78,8 @@ async def ask_in_turn(server: Server, asks: int, seed: int) -> list[float]:
 
 
 async def flood_once(server: Server, seed: int) -> bool:
-    """A stream of the other key, read as bytes: a client that looks at each event takes half a core
-    of the server's machine. Whether it was taken.
+    """Read one stream of the other key as bytes; returns whether the server accepted it. Parsing
+    each event would take half a core of the server's machine.
     """
     content = json.dumps(body_of(LONG, seed)).encode()
     url = server.client.base_url
@@ -99,14 +99,14 @@ async def flood_once(server: Server, seed: int) -> bool:
 
 
 async def flood(server: Server, streams: int) -> None:
-    """Streams of the other key, for ever."""
+    """Keep so many streams of the other key open until cancelled."""
 
     async def keep_asking(number: int) -> None:
         for seed in itertools.count(1_000_000 * number):
-            taken = False
+            accepted = False
             with contextlib.suppress(OSError):
-                taken = await flood_once(server, seed)
-            if not taken:
+                accepted = await flood_once(server, seed)
+            if not accepted:
                 await asyncio.sleep(1.0)
 
     await asyncio.gather(*(keep_asking(number) for number in range(streams)))
@@ -127,8 +127,8 @@ def show(name: str, times: list[float], tokens_s: float) -> None:
 async def measure_phase(server: Server, name: str, asks: int, seed: int) -> list[float]:
     began, before = time.monotonic(), await tokens_made(server)
     times = await ask_in_turn(server, asks, seed)
-    made = await tokens_made(server) - before
-    show(name, times, made / (time.monotonic() - began))
+    tokens = await tokens_made(server) - before
+    show(name, times, tokens / (time.monotonic() - began))
     return times
 
 

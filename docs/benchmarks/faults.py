@@ -1,17 +1,16 @@
-"""Faults done to a served engine, and what its clients see of them.
+"""Injects faults into a served engine, and measures their effect on its clients.
 
     python docs/benchmarks/faults.py [--model tiny-random] [--only WORDS] [--disconnects 10000]
 
-Starts `jitney serve` with a compile cache of its own, no key and a record file on a disk that is
-full, learns the answers to a set of requests while nothing disturbs it, and then asks for them
-again beside each fault, on a server of its own each: clients that leave, the core killed and
-stopped in several phases, a compile cache that is broken, requests that make the step fail or the
-model's numbers infinite, connections that ask nothing, a receiver of webhooks that drips, a grammar
-whose masks take long, a store of jobs that is damaged or cannot grow, SIGTERM, and a fleet whose
-candidate hangs. Prints a table with a line for each: requests that did not get exactly the answer
-of before, the longest time that a stream was silent, the time until the server was ready again (or
-had ended, or the candidate was rolled back), and what it holds afterwards, beside what it held
-before.
+Starts `jitney serve` with a compile cache of its own, no key and a record file on a full disk, and
+records the answers to a set of requests without a fault. Then it sends the same requests again
+beside each fault, each on a new server: clients that disconnect, the core killed and stopped in
+several phases, a broken compile cache, requests that make the step fail or the model's numbers
+infinite, idle connections, a webhook receiver that drips, a grammar whose masks take long, a job
+store that is damaged or cannot grow, SIGTERM, and a fleet whose candidate hangs. Prints a table
+with a line for each fault: requests whose answer differs from the recorded one, the longest time
+that a stream was silent, the time until the server was ready again (or had ended, or the candidate
+was rolled back), and the resources that the server holds afterwards, beside those before.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ from running import JITNEY, READY_S, Server, running_fleet, serving
 
 from jitney.engine.common.machine import cpu_name
 
-#: Resident bytes from which on a core is more than a process that starts.
+#: Resident bytes above which a core is more than a process that starts.
 LOADING_BYTES = 100e6
 #: Output tokens of a request.
 TOKENS = 240
-#: Requests that break the engine, one after the other.
+#: Number of requests that break the engine, one after the other.
 BROKEN = 8
-#: Connections that ask nothing; messages to a receiver that drips; and what is measured beside
-#: each: probes, and messages to another receiver.
+#: Idle connections; messages to a receiver that drips; and the measurements beside each: probes,
+#: and messages to another receiver.
 IDLE, WEBHOOKS, PROBES = 2000, 100, 50
-#: Prompts of one request, their length, and the alternatives of each token that is scored.
+#: Prompts of one request, their length in tokens, and the alternatives of each scored token.
 PROMPTS, PROMPT_TOKENS, ALTERNATIVES = 128, 1000, 20
-#: A grammar in GBNF by which one text can be read in very many ways.
+#: A GBNF grammar with very many parses of the same text.
 AMBIGUOUS = 'root ::= s\ns ::= s s | "a" | s s s | ""\n'
 #: The store of jobs, in the data folder.
 STORE = "batches.sqlite3"
-#: Bytes of a file while the disk is "full", and jobs that are tried then.
+#: Most bytes of a file while the disk is "full", and number of jobs tried then.
 FULL_BYTES, JOBS_REFUSED = 1 << 18, 8
-#: Clients of a fleet whose candidate hangs, and the share of the keys that it has.
+#: Clients of a fleet whose candidate hangs, and the candidate's share of the keys.
 CLIENTS, SHARE = 240, 0.3
 
 
@@ -66,7 +65,7 @@ class Held:
     """Resources that the server holds while no request is open."""
 
     pages: int  # KV pages of running sequences
-    seats: int  # that somebody sits in
+    seats: int  # taken seats
     waiting: int
     descriptors: int  # of the server's process
     threads: int  # of the server's process
@@ -82,15 +81,15 @@ class Held:
 
 @dataclass
 class Row:
-    """One fault."""
+    """The table row of one fault."""
 
     fault: str
-    requests: int  # sent beside it
-    lost: int  # that did not get the answer they get when nothing happens
+    requests: int  # sent beside the fault
+    lost: int  # requests whose answer differs from the one without a fault
     silence_s: float  # longest time between two pieces of a stream
-    recovery_s: float  # until the server said that it was ready again, or had ended
+    recovery_s: float  # until the server was ready again, or had ended
     before: Held
-    after: Held | str  # how it ended, if it did
+    after: Held | str  # a text if the server ended
 
 
 @dataclass
@@ -104,13 +103,13 @@ class Answer:
 
 
 class TriedServer(Server):
-    """A server that faults are done to, and that is asked for known answers meanwhile."""
+    """A server that gets faults, and that answers known requests meanwhile."""
 
     def __init__(self, server: Server):
         super().__init__(server.url, server.started, server.model)
 
     async def next_core(self, before: psutil.Process) -> psutil.Process:
-        """The core that replaces another, as soon as it has begun to load."""
+        """Wait until a new core that replaces `before` starts to load; returns its process."""
         while True:
             await asyncio.sleep(0.1)
             with suppress(LookupError, psutil.Error):
@@ -119,7 +118,7 @@ class TriedServer(Server):
                     return core
 
     async def ready(self) -> float:
-        """Wait until it is ready; returns for how long. Raises TimeoutError."""
+        """Wait until the server is ready; returns the seconds waited. Raises TimeoutError."""
         started = time.monotonic()
         while time.monotonic() - started < READY_S:
             if await self._is_ready():
@@ -136,17 +135,17 @@ class TriedServer(Server):
             return False
 
     async def gauges(self) -> dict[str, float]:
-        """The metrics without labels."""
+        """The samples of /metrics that have no labels."""
         text = (await self.client.get("/metrics")).text
-        found = {}
+        samples = {}
         for line in text.splitlines():
             name, _, value = line.rpartition(" ")
             if not line.startswith("#") and "{" not in name:
-                found[name] = float(value)
-        return found
+                samples[name] = float(value)
+        return samples
 
     async def held(self) -> Held:
-        """The resources that it holds once no request is open."""
+        """Wait until no request is open; returns the resources that the server holds then."""
         for _ in range(200):
             gauges = await self.gauges()
             if not gauges["jitney_seats_busy"] and not gauges["jitney_requests_waiting"]:
@@ -175,7 +174,7 @@ class TriedServer(Server):
                     answer.trouble = (await stream.aread()).decode()[:200]
                 async for line in stream.aiter_lines():
                     if not line.startswith("data: "):
-                        continue  # a comment, which keeps the connection alive
+                        continue  # a keep-alive comment
                     now = time.monotonic()
                     answer.silence_s = max(answer.silence_s, now - last)
                     last = now
@@ -184,7 +183,7 @@ class TriedServer(Server):
             answer.trouble = f"{type(error).__name__}: {error}"
 
     async def leave(self, number: int, lines: int) -> None:
-        """Begin request `number` and go away after so many lines."""
+        """Start request `number`, and disconnect after `lines` lines."""
         try:
             async with self.client.stream(
                 "POST", "/v1/completions", json=request(self.model, number)
@@ -194,7 +193,7 @@ class TriedServer(Server):
                     if lines <= 0:
                         return
         except httpx.HTTPError:
-            pass  # it may be refused for the length of the queue
+            pass  # refused where the queue is full
 
 
 def request(model: str, number: int) -> dict[str, Any]:
@@ -206,7 +205,7 @@ def request(model: str, number: int) -> dict[str, Any]:
         "ignore_eos": True,
         "temperature": 0.0,
         "stream": True,
-        "logit_bias": {str(NAN): -100},  # it must not say the word that breaks it
+        "logit_bias": {str(NAN): -100},  # never generate the token that breaks the engine
     }
     if number % 2:
         body |= {"temperature": 1.0, "seed": 100 + number, "frequency_penalty": 0.3}
@@ -214,7 +213,7 @@ def request(model: str, number: int) -> dict[str, Any]:
 
 
 def take(answer: Answer, line: str) -> None:
-    """One line of a stream."""
+    """Add one line of a stream to an answer."""
     if not line.startswith("data: {"):
         return
     event = json.loads(line.removeprefix("data: "))
@@ -225,26 +224,26 @@ def take(answer: Answer, line: str) -> None:
     answer.pieces += 1
 
 
-#: A server that NAN and POISON break.
+#: Flags of a server that NAN and POISON break.
 FAULTY = (sys.executable, str(Path(__file__).with_name("faulty_server.py")))
 
 
-#: Does something to a server beside the answers given, and says when it was done
-#: (time.monotonic()).
+#: A function that injects a fault beside the given answers, and returns the time.monotonic() at
+#: which it did so.
 type Fault = Callable[[list[Answer]], Awaitable[float]]
 
 
 async def beside(server: TriedServer, name: str, known: list[Answer], fault: Fault) -> Row:
-    """Ask for everything that is known, and do something meanwhile."""
+    """Send all known requests, and inject a fault meanwhile."""
     before = await server.held()
     answers = [Answer() for _ in known]
-    asked = [
+    requests = [
         asyncio.create_task(server.ask(number, answer)) for number, answer in enumerate(answers)
     ]
     done = await fault(answers)
     await server.ready()
     recovery_s = time.monotonic() - done
-    await asyncio.gather(*asked)
+    await asyncio.gather(*requests)
     troubles = [answer.trouble for answer in answers if answer.trouble]
     if troubles:
         print(f"{name}: {troubles[0]}", file=sys.stderr, flush=True)
@@ -257,7 +256,7 @@ async def beside(server: TriedServer, name: str, known: list[Answer], fault: Fau
 
 
 async def disconnects(server: TriedServer, known: list[Answer], count: int, most_open: int) -> Row:
-    """Clients that leave while others stay."""
+    """Clients that disconnect while others stay."""
     draw = random.Random(1)
     slots = asyncio.Semaphore(most_open)
 
@@ -272,7 +271,7 @@ async def disconnects(server: TriedServer, known: list[Answer], count: int, most
     return await beside(server, f"{count:,} clients leave, {most_open} open", known, fault)
 
 
-#: (name of the fault, signal that the core gets, after how many pieces of each stream on average).
+#: (fault's name, signal sent to the core, mean number of pieces of each stream before it).
 SIGNALS = (
     ("core killed while it reads prompts", signal.SIGKILL, 0),
     ("core killed while it generates", signal.SIGKILL, 20),
@@ -284,7 +283,7 @@ SIGNALS = (
 async def signalled(
     known: list[Answer], name: str, number: signal.Signals, pieces: int, server: TriedServer
 ) -> Row:
-    """The core gets a signal after a while."""
+    """Send the core a signal after some pieces of each stream."""
 
     async def fault(answers: list[Answer]) -> float:
         await asyncio.sleep(0.05)
@@ -299,7 +298,7 @@ async def signalled(
 
 
 async def killed_twice(server: TriedServer, known: list[Answer]) -> Row:
-    """The core is killed, and the one after it while it loads."""
+    """Kill the core, and then its successor while that one loads."""
 
     async def fault(_: list[Answer]) -> float:
         await asyncio.sleep(0.3)
@@ -314,7 +313,7 @@ async def killed_twice(server: TriedServer, known: list[Answer]) -> Row:
 
 
 async def broken_cache(server: TriedServer, known: list[Answer], cache: Path) -> Row:
-    """Every file of the compile cache is cut in half before the core is killed."""
+    """Cut every file of the compile cache in half, then kill the core."""
 
     async def fault(_: list[Answer]) -> float:
         for file in cache.rglob("*"):
@@ -329,14 +328,14 @@ async def broken_cache(server: TriedServer, known: list[Answer], cache: Path) ->
 
 
 async def nothing(_: list[Answer]) -> float:
-    """No fault."""
+    """Inject no fault."""
     return time.monotonic()
 
 
 async def broken_requests(
     known: list[Answer], name: str, token: int, code: str, server: TriedServer
 ) -> Row:
-    """Requests that break the step, one after the other while the others run: each must end with
+    """Send requests that break the step, one after the other beside the others: each must end with
     its own error.
     """
 
@@ -354,7 +353,7 @@ async def broken_requests(
 
 
 async def idle_connections(server: TriedServer, known: list[Answer], count: int) -> Row:
-    """So many connections that are kept and ask nothing, and more of them with each probe."""
+    """Keep `count` idle connections open, and open more of them with each probe."""
     _, _, address = str(server.client.base_url).partition("://")
     host, _, port = address.rpartition(":")
     opened: list[asyncio.StreamWriter] = []
@@ -387,7 +386,7 @@ async def idle_connections(server: TriedServer, known: list[Answer], count: int)
 
 
 class _Receiver:
-    """Is told of the ends of jobs, and answers at once or with headers that never end."""
+    """A webhook receiver that answers at once, or with headers that never end."""
 
     def __init__(self, *, drips: bool):
         self._drips = drips
@@ -413,7 +412,7 @@ class _Receiver:
 
 
 def webhook_trial(known: list[Answer], folder: Path) -> Trial:
-    """Ends of jobs are told to a receiver that drips, and then to one that does not."""
+    """Webhooks of finished jobs go to a receiver that drips, and then to one that does not."""
     slow, quick = _Receiver(drips=True), _Receiver(drips=False)
     secret = folder / "secret"
     secret.touch(0o600)
@@ -425,13 +424,13 @@ def webhook_trial(known: list[Answer], folder: Path) -> Trial:
 async def dripping_webhook(
     known: list[Answer], slow: _Receiver, quick: _Receiver, server: TriedServer
 ) -> Row:
-    """As `webhook_trial` says."""
+    """Run the fault of `webhook_trial`."""
     latest_s = 0.0
 
     async def job(receiver: _Receiver) -> None:
         body = {"prompt": [9, 8, 7], "max_tokens": 1}
-        asked = {"endpoint": "/v1/completions", "body": body, "webhook_url": receiver.url}
-        job = (await server.client.post("/v1/jobs", json=asked)).json()
+        job_request = {"endpoint": "/v1/completions", "body": body, "webhook_url": receiver.url}
+        job = (await server.client.post("/v1/jobs", json=job_request)).json()
         while job["status"] != "completed":
             await asyncio.sleep(0.01)
             job = (await server.client.get(f"/v1/jobs/{job['id']}")).json()
@@ -456,15 +455,15 @@ async def dripping_webhook(
 
 
 async def ambiguous_grammar(known: list[Answer], name: str, n: int, server: TriedServer) -> Row:
-    """Answers held to a grammar by which one text can be read in very many ways: each mask takes
-    longer than the one before, and the request must end for that.
+    """Constrain answers to a grammar with very many parses of the same text: each mask takes longer
+    than the one before, and the request must end because of that.
     """
 
     async def fault(answers: list[Answer]) -> float:
         while not all(answer.pieces for answer in answers):
             await asyncio.sleep(0.01)
-        wanted = {"structured_outputs": {"grammar": AMBIGUOUS}, "n": n, "temperature": 1.0}
-        body = request(server.model, 0) | wanted | {"stream": False, "max_tokens": 400}
+        constraint = {"structured_outputs": {"grammar": AMBIGUOUS}, "n": n, "temperature": 1.0}
+        body = request(server.model, 0) | constraint | {"stream": False, "max_tokens": 400}
         reply = await server.client.post("/v1/completions", json=body)
         if reply.status_code != 400 or reply.json()["error"]["code"] != "grammar_too_complex":
             raise SystemExit(f"{name}: {reply.status_code} {reply.text[:200]}")
@@ -476,7 +475,7 @@ async def ambiguous_grammar(known: list[Answer], name: str, n: int, server: Trie
 async def many_prompts(
     known: list[Answer], name: str, asked: dict[str, int | bool], server: TriedServer
 ) -> Row:
-    """One request with PROMPTS prompts of PROMPT_TOKENS random tokens; its answer must come."""
+    """Send one request with PROMPTS prompts of PROMPT_TOKENS random tokens; it must be answered."""
 
     async def fault(answers: list[Answer]) -> float:
         while not all(answer.pieces for answer in answers):
@@ -493,22 +492,22 @@ async def many_prompts(
 
 
 async def job(server: TriedServer) -> str:
-    """Begin a job: its id, or the code of why there is none."""
+    """Create a job; returns its id, or the error code."""
     body = request(server.model, 0) | {"max_tokens": 4}
     del body["stream"]
-    asked = {"endpoint": "/v1/completions", "body": body}
-    reply = (await server.client.post("/v1/jobs", json=asked)).json()
+    job_request = {"endpoint": "/v1/completions", "body": body}
+    reply = (await server.client.post("/v1/jobs", json=job_request)).json()
     return reply["id"] if "id" in reply else reply["error"]["code"]
 
 
 def damage_store(folder: Path) -> None:
-    """Before the server starts, its store of jobs is no database."""
+    """Replace the job store with a file that is no database, before the server starts."""
     (folder / "data").mkdir(mode=0o700, exist_ok=True)
     (folder / "data" / STORE).write_bytes(b"no database" * 1000)
 
 
 async def damaged_store(server: TriedServer, known: list[Answer]) -> Row:
-    """Jobs are begun from the first request on: the store was set aside."""
+    """Jobs work from the first request on, since the server sets a damaged store aside."""
 
     async def fault(_: list[Answer]) -> float:
         begun = await job(server)
@@ -520,9 +519,9 @@ async def damaged_store(server: TriedServer, known: list[Answer]) -> Row:
 
 
 async def full_disk(server: TriedServer, known: list[Answer], folder: Path) -> Row:
-    """Jobs are refused while none of the server's files may grow, and taken again afterwards.
+    """Jobs are refused while the server's files cannot grow, and accepted again afterwards.
 
-    A limit of the process needs no rights, unlike a small disk.
+    The file size limit of the process needs no rights, unlike a small disk.
     """
 
     async def fault(_: list[Answer]) -> float:
@@ -530,11 +529,11 @@ async def full_disk(server: TriedServer, known: list[Answer], folder: Path) -> R
             await job(server)
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, unlimited[1]))
-        told = [await job(server) for _ in range(JOBS_REFUSED)]
+        replies = [await job(server) for _ in range(JOBS_REFUSED)]
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, unlimited)
-        told.append((await job(server))[:4])
-        if told != ["store_unavailable"] * JOBS_REFUSED + ["job_"]:
-            raise SystemExit(f"full disk: jobs are answered {told}")
+        replies.append((await job(server))[:4])
+        if replies != ["store_unavailable"] * JOBS_REFUSED + ["job_"]:
+            raise SystemExit(f"full disk: jobs are answered {replies}")
         return time.monotonic()
 
     await job(server)
@@ -542,19 +541,19 @@ async def full_disk(server: TriedServer, known: list[Answer], folder: Path) -> R
 
 
 async def told_to_stop(known: list[Answer], name: str, pieces: int, server: TriedServer) -> Row:
-    """SIGTERM after so many pieces of each stream on average; every stream must end with its whole
-    answer, or with the error `draining`.
+    """Send SIGTERM after a mean of `pieces` pieces of each stream; every stream must end with its
+    whole answer, or with the error `draining`.
     """
     before = await server.held()
     answers = [Answer() for _ in known]
-    asked = [
+    requests = [
         asyncio.create_task(server.ask(number, answer)) for number, answer in enumerate(answers)
     ]
     while sum(answer.pieces for answer in answers) < pieces * len(answers):
         await asyncio.sleep(0.01)
     done = time.monotonic()
     server.started.send_signal(signal.SIGTERM)
-    await asyncio.gather(*asked)
+    await asyncio.gather(*requests)
     status = await asyncio.to_thread(server.started.wait, 60)
     recovery_s = time.monotonic() - done
     cut = [answer for answer in answers if "shutting down" in answer.trouble]
@@ -569,7 +568,7 @@ async def told_to_stop(known: list[Answer], name: str, pieces: int, server: Trie
 
 
 async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one request as an engine that is ready does; one that generates, never."""
+    """Answer one request as a ready engine does, but never answer a generation."""
     head = await reader.readuntil(b"\r\n\r\n")
     if not head.startswith(b"POST"):
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
@@ -586,7 +585,7 @@ async def fleet_with_candidate(server: TriedServer, url: str) -> AsyncIterator[T
         f"urls = ['{url}']\nshare = {SHARE}\n"
     )
     running = running_fleet(table, model=server.model, lines="", ready="/readyz")
-    # In a thread: the fleet asks the candidate, which this loop answers for.
+    # In a thread: the fleet asks the candidate, which runs in this event loop.
     fleet = await asyncio.to_thread(running.__enter__)
     try:
         yield TriedServer(fleet)
@@ -595,8 +594,8 @@ async def fleet_with_candidate(server: TriedServer, url: str) -> AsyncIterator[T
 
 
 async def hanging_candidate(known: list[Answer], name: str, server: TriedServer) -> Row:
-    """Clients of a fleet whose candidate takes requests and answers none. Ready again: it is
-    rolled back.
+    """Clients of a fleet whose candidate accepts requests and answers none. The recovery time ends
+    when the candidate is rolled back.
     """
     before = await server.held()
     answers = [Answer() for _ in range(CLIENTS)]
@@ -604,7 +603,7 @@ async def hanging_candidate(known: list[Answer], name: str, server: TriedServer)
     url = f"http://127.0.0.1:{hung.sockets[0].getsockname()[1]}"
     async with fleet_with_candidate(server, url) as fleet:
         begun = time.monotonic()
-        asked = [
+        requests = [
             asyncio.create_task(fleet.ask(number % len(known), answer, user=f"user-{number}"))
             for number, answer in enumerate(answers)
         ]
@@ -612,7 +611,7 @@ async def hanging_candidate(known: list[Answer], name: str, server: TriedServer)
         while (await fleet.client.get(report)).json()["state"] == "running":
             await asyncio.sleep(0.1)
         recovery_s = time.monotonic() - begun
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
     hung.close()
     lost = sum(
         bool(answer.trouble) or answer.text != known[number % len(known)].text
@@ -623,7 +622,7 @@ async def hanging_candidate(known: list[Answer], name: str, server: TriedServer)
 
 
 async def measure(args: argparse.Namespace) -> list[Row]:
-    """Every fault is done to a server of its own, so that restarts do not add up."""
+    """Inject every fault into a server of its own, so that restarts do not add up."""
     with tempfile.TemporaryDirectory(prefix="jitney-faults-") as name:
         folder, dtype = Path(name), ("--dtype", args.dtype)
         cache = folder / "cache"
@@ -650,13 +649,13 @@ async def measure(args: argparse.Namespace) -> list[Row]:
 
 @dataclass
 class Trial:
-    """A fault, and the server that it is done to."""
+    """A fault, and the settings of its server."""
 
     name: str
     fault: Callable[[TriedServer], Awaitable[Row]]
     program: tuple[str, ...] = JITNEY
     flags: tuple[str, ...] = ()
-    #: Is called with the server's folder before it starts.
+    #: Called with the server's folder before the server starts.
     prepare: Callable[[Path], None] = lambda folder: None
 
 

@@ -1,10 +1,10 @@
-"""`jitney serve` with an engine that some tokens break: for `faults.py`.
+"""`jitney serve` with an engine that certain tokens break: for `faults.py`.
 
     python docs/benchmarks/faulty_server.py serve --model tiny-random [...]
 
-A prompt that has the token NAN makes the numbers of its own rows infinite, as a broken weight
-would: the model's embedding of it is not a number. A step that has a sequence with the token POISON
-in its prompt raises. The model must have embeddings of its own beside the head (`tiny-random` has).
+The token NAN in a prompt makes the numbers of that sequence's rows infinite, as a broken weight
+would: its embedding is not a number. A step that has a sequence with the token POISON in its prompt
+raises. The model's embeddings must be separate from its head (`tiny-random` has such).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.server.process import process_client
 
-#: Tokens that no other request has.
+#: Tokens that no other request contains.
 NAN, POISON = 500, 501
 
 
 class _FaultyClient(process_client.ProcessClient):
-    """Its cores are made by `build` below."""
+    """An engine client whose cores are made by `build` below."""
 
     def __init__(self, config: Config, **rest: Any):
         super().__init__(config, builder="faulty_server:build", **rest)
@@ -37,7 +37,7 @@ class _FaultyClient(process_client.ProcessClient):
 def build(
     config: Config, source: ModelSource, progress: Callable[[Progress], None]
 ) -> tuple[EngineCore, EngineInfo]:
-    """An engine with both faults; runs in the core's process."""
+    """Build an engine with both faults; runs in the core's process."""
     from jitney.engine.core import build as building
 
     load_model = building.load_model
@@ -54,7 +54,7 @@ def build(
 
 
 def _poison(core: EngineCore) -> None:
-    """Have steps fail over POISON."""
+    """Make steps with POISON fail."""
     launch = core.runner.launch
 
     def launch_or_fail(batch: Any) -> Any:
@@ -67,7 +67,7 @@ def _poison(core: EngineCore) -> None:
 
 
 def main() -> int:
-    """The command line of `jitney`, with cores that can be broken."""
+    """Run the command line of `jitney` with cores that can be broken."""
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         folder for folder in (here, os.environ.get("PYTHONPATH")) if folder

@@ -1,11 +1,11 @@
-"""What the page costs: CPU time of the core's events, of the history, and of the feed with viewers,
-at many seats.
+"""Measures the cost of the page: CPU time of the core's events, of the history, and of the feed
+with viewers, at many seats.
 
     python docs/benchmarks/feed_cost.py [--seats 1024] [--viewers 8] [--seconds 10]
 
-The scheduler plans real steps for a device that answers at once; its reports are then played to an
-API process's history at one step per 10 ms, with and without viewers that read the feed over TCP
-from another process.
+The scheduler plans real steps for a device that answers at once. Its reports are then played to the
+history of an API process at one step per 10 ms, with and without viewers that read the feed over
+TCP from another process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ sys.stdin.read()
 
 
 class Instant:
-    """A device that computes nothing."""
+    """A device that answers at once and computes nothing."""
 
     compiles = 0
 
@@ -104,7 +104,7 @@ def requests(seats: int, steps: int) -> list[EngineRequest]:
 
 
 def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineRequest]]:
-    """Encoded reports of so many steps; prints what events cost the core."""
+    """Encoded reports of `steps` steps; prints the cost of events in the core."""
     limits = SchedulerLimits(
         max_seats=seats, context_length=2048, max_waiting_requests=10**6, max_waiting_tokens=10**9
     )
@@ -124,7 +124,7 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
         if number % round(0.5 / STEP_S) == 0:
             core.ask(
                 messages.AskSeatMap(number, seats=False)
-            )  # the feed asks for the pages twice a second
+            )  # the feed reads the pages twice a second
         report = step()
         encode_events(messages.StepReport([], b"", report.events, report.chunks))
         reports.append(messages.encode(report))
@@ -230,8 +230,8 @@ def main() -> None:
     parser.add_argument("--seats", type=int, default=1024)
     parser.add_argument("--viewers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
-    known = parser.parse_args()
-    asyncio.run(measure(known.seats, known.viewers, known.seconds))
+    options = parser.parse_args()
+    asyncio.run(measure(options.seats, options.viewers, options.seconds))
 
 
 if __name__ == "__main__":

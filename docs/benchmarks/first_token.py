@@ -1,13 +1,13 @@
-"""Where the milliseconds of a first token go, in a closed loop of streams: the engine's own
+"""Splits the time to the first token into its parts, in a closed loop of streams: the engine's own
 scheduler on a virtual clock, with measured step times.
 
     jitney bench step MODEL --json steps.json      # the step times of a machine
     python docs/benchmarks/first_token.py [--steps steps.json] [--streams 32] [--json FILE]
 
 The requests are those of `jitney bench peers`; a client sends its next one `--client-ms` after the
-last token of the one before, as it does over HTTP. Without `--steps`: a CPU of two Zen 5 cores and
-SmolLM2-135M in bfloat16, with and without products of rows that pad a step; with it, as those steps
-have it. The first request of each stream is left out of the parts: all of those come at once.
+last token of the one before, as over HTTP. Without `--steps` the times are those of a CPU of two
+Zen 5 cores and SmolLM2-135M in bfloat16, with and without products of the rows that pad a step. The
+first request of each stream is left out of the parts, since all streams start at once.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from jitney.engine.lab.simulation.workload import Closed, synthesise
 #: quiet machine, 2026-11-25; each query-key pair takes 20 ns, each key of a decode row 0.2 us.
 DECODE_MS = {1: 8, 4: 9.5, 8: 10.5, 16: 13, 32: 17}
 MIXED_MS = {64: 26, 128: 43, 256: 84, 512: 160}
-#: The same of a step with prompts beside 31 others where padding is free: without a prompt row, and
-#: what each prompt row adds.
+#: The same for a step with prompts beside 31 others where padding costs nothing: without a prompt
+#: row, and the addition of each prompt row.
 BESIDE_MS, ROW_MS = 19, 0.29
 HOST = HostTimes(before=0.0004, after=0.0003)
 SEATS, TOKEN_BUDGET = 32, 512
-#: (what it is, the prompts' share, whether the next step is planned late).
+#: (label, prefill share, whether the next step is planned late).
 VARIANTS: tuple[tuple[str, Share, bool], ...] = (
     ("a quarter, planned at once", 0.25, False),
     ("auto, planned at once", AUTO, False),
@@ -57,7 +57,7 @@ PARTS = ("until_planned", "behind_a_step", "own_steps")
 
 
 def zen5(*, free: bool) -> StepTable:
-    """The step times above; free: padding is."""
+    """The step times above; free: padding costs nothing."""
     decode = [Curve(rows, rows, ms / 1000, per_key=2e-7) for rows, ms in DECODE_MS.items()]
     if free:
         beside, row = BESIDE_MS / 1000, ROW_MS / 1000
@@ -70,7 +70,7 @@ def zen5(*, free: bool) -> StepTable:
 
 
 def tables(args: argparse.Namespace) -> Iterator[StepTable]:
-    """The machines that are asked about."""
+    """The step tables to simulate."""
     if args.steps:
         yield StepTable.load(args.steps)
     else:
@@ -80,7 +80,7 @@ def tables(args: argparse.Namespace) -> Iterator[StepTable]:
 
 @dataclass
 class Clients(Offer):
-    """Streams that send their next request a while after their last answer."""
+    """Streams that send their next request some time after their last answer."""
 
     arrivals: list[Arrival]
     requests: RequestRecords
@@ -115,7 +115,7 @@ class Clients(Offer):
 def run(
     arrivals: list[Arrival], table: StepTable, share: Share, late: bool, args: argparse.Namespace
 ) -> tuple[list[RequestRecord], StepLog]:
-    """All requests, served."""
+    """Serve all requests on the virtual clock."""
     limits = SchedulerLimits(SEATS, 8192, prefill_share=share)
     sizes = Buckets.of(max_seats=SEATS, token_budget=TOKEN_BUDGET)
     buckets = replace(sizes, padding_is_free=table.padding_is_free)
@@ -128,8 +128,8 @@ def run(
 
 
 def parts_of(request: RequestRecord, log: StepLog) -> list[float]:
-    """Seconds of PARTS: until a step with its first rows was planned, until the device began that
-    step, and until its first token."""
+    """Seconds of each of PARTS: until a step with the request's first rows is planned, until the
+    device begins that step, and until the first token."""
     stay, records = request.stays[0], log.records
     at = int(np.searchsorted(records["step"], stay.step))
     planned = float(records["started"][at])
@@ -139,7 +139,7 @@ def parts_of(request: RequestRecord, log: StepLog) -> list[float]:
 
 
 def figures(requests: list[RequestRecord], log: StepLog, streams: int) -> dict[str, float]:
-    """Milliseconds, and tokens a second."""
+    """Figures in milliseconds, and in tokens a second."""
     waits = 1e3 * np.array([(r.first_token or math.nan) - r.arrival for r in requests])
     gaps = 1e3 * np.concatenate([np.diff(r.token_times or []) for r in requests])
     later = requests[streams:]
@@ -167,14 +167,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     arrivals = synthesise(args.requests, PROMPTS, OUTPUTS, Closed(), args.seed)
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for table in tables(args):
-        own = found[table.source] = {}
+        own = results[table.source] = {}
         for name, share, late in VARIANTS:
             own[name] = figures(*run(arrivals, table, share, late, args), args.streams)
         show(own, f"{args.streams} streams, ms; {table.source}")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def show(found: dict[str, dict[str, float]], title: str) -> None:
