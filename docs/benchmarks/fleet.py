@@ -1,15 +1,14 @@
-"""What a fleet does on this machine, in counts: prompt tokens of a chat that its engines find in
-their pages, by router and number of engines, and requests that are lost when an engine is killed
-under load.
+"""Counts what a fleet does on this machine: prompt tokens of a chat that its engines find in their
+pages, by router and number of engines, and requests lost when an engine is killed under load.
 
     python docs/benchmarks/fleet.py [--model tiny-random] [--engines 2 4 8] [--streams 24]
     python docs/benchmarks/fleet.py --on ray --engines 2 --pages 200 --system-prompt no --streams 0
 
-The chat: so many users for each engine, all at once, with `--each` conversations one after the
-other; a system prompt that all share, or none; messages of 6 to 24 words; pauses of up to `--pause`
-seconds between the turns. "Open pages" is what the conversations of one engine take in the mean. On
-Ray each router is an application of its own, with new engines. Needs psutil. Nothing here is a
-time: the machine may be busy.
+The chat: some users for each engine, all at once, with `--each` conversations one after the other;
+a system prompt that all share, or none; messages of 6 to 24 words; pauses of up to `--pause`
+seconds between the turns. "Open pages" is the mean number of pages that the conversations of one
+engine take. On Ray each router is an application of its own, with new engines. Needs psutil. The
+figures are counts, not times, so the machine may be busy.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from jitney.engine.common.machine import cpu_name
 _SYSTEM = "You are the assistant of a small tram company. " * 6
 _ROUTERS = ("round-robin", "least-wait", "prefix")
 _ENGINE = "max_seats = 8, log_level = 'warning', context = 2048"
-#: Tokens of an answer at most, and of a page.
+#: Most tokens of an answer, and tokens of a page.
 _ANSWER, _PAGE = 16, 16
 
 
 def _engine(fleet: Server, number: int) -> psutil.Process:
-    """The process of the n-th engine, by the port in its arguments."""
-    known = fleet.get("/fleet/replicas").json()["models"]["m"]
-    port = known[number]["url"].rpartition(":")[2]
+    """The process of the engine at index `number`, found by the port in its arguments."""
+    replicas = fleet.get("/fleet/replicas").json()["models"]["m"]
+    port = replicas[number]["url"].rpartition(":")[2]
     for child in fleet.process.children(recursive=True):
         words = child.cmdline()
         if "--port" in words and words[words.index("--port") + 1] == port:
@@ -51,7 +50,7 @@ def _engine(fleet: Server, number: int) -> psutil.Process:
 
 
 def _started(model: str, engines: int, pages: int, router: str = "round-robin") -> str:
-    """The table of a model whose engines are started."""
+    """The TOML table of a model whose engines the fleet starts."""
     settings = f"{{ model = '{model}', pages = {pages}, {_ENGINE} }}"
     return f"replicas = {engines}\nrouter = '{router}'\nsettings = {settings}\n"
 
@@ -62,24 +61,24 @@ def _words(chance: random.Random, count: int) -> str:
 
 @dataclass
 class _Chat:
-    """A load. each: conversations of a user; turns: fewest and most of one; pause: the longest,
-    seconds. salt: engines do not find one another's prompts of runs with different ones.
+    """A chat load. each: conversations of a user; turns: (fewest, most) of a conversation; pause:
+    the longest, in seconds. salt: runs with different salts share no cached prompts.
     """
 
     each: int
     turns: tuple[int, int]
     pause: float
     salt: str
-    #: Empty: there is none.
+    #: The system prompt; empty: none.
     system: str
-    #: Tokens of the system prompt.
+    #: Tokens of the system prompt as part of a chat.
     shared: int
 
 
 @dataclass
 class _Counts:
-    """Prompt tokens, and those of them that were found in pages; own: behind the system prompt,
-    which all conversations share.
+    """Prompt tokens, and those of them found in cached pages; own: tokens after the system prompt
+    that all conversations share.
     """
 
     turns: int = 0
@@ -107,7 +106,7 @@ class _Counts:
 
 
 async def _conversation(http: httpx.AsyncClient, number: int, chat: _Chat) -> list[_Counts]:
-    """Of each turn."""
+    """Hold one conversation; returns the counts of each turn."""
     chance = random.Random(number)
     messages = [{"role": "system", "content": chat.system}] if chat.system else []
     counts = []
@@ -118,22 +117,22 @@ async def _conversation(http: httpx.AsyncClient, number: int, chat: _Chat) -> li
         answer.raise_for_status()
         usage = answer.json()["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        asked, shared = usage["prompt_tokens"], chat.shared
-        counts.append(_Counts(1, asked, cached, asked - shared, max(0, cached - shared)))
-        said = answer.json()["choices"][0]["message"]["content"]
-        messages.append({"role": "assistant", "content": said or "."})
+        n_prompt, shared = usage["prompt_tokens"], chat.shared
+        counts.append(_Counts(1, n_prompt, cached, n_prompt - shared, max(0, cached - shared)))
+        text = answer.json()["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": text or "."})
         await asyncio.sleep(chance.uniform(0, chat.pause))
     return counts
 
 
 async def _user(http: httpx.AsyncClient, number: int, chat: _Chat) -> list[list[_Counts]]:
-    """Of each conversation, of each turn."""
+    """Hold all conversations of one user; returns the counts by conversation and turn."""
     first = number * chat.each
     return [await _conversation(http, first + each, chat) for each in range(chat.each)]
 
 
 async def _shared_tokens(http: httpx.AsyncClient, system: str) -> int:
-    """Of the system prompt as a chat has it."""
+    """Tokens of the system prompt as part of a chat."""
     if not system:
         return 0
     body = {"model": "m", "prompt": system}
@@ -145,7 +144,7 @@ async def _shared_tokens(http: httpx.AsyncClient, system: str) -> int:
 async def _chatted(
     url: str, engines: int, salt: str, system: str, args: argparse.Namespace
 ) -> tuple[_Counts, _Counts, str]:
-    """(all turns, turns after the first, how engines were chosen)."""
+    """(counts of all turns, of turns after the first, how often engines were chosen each way)."""
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
         turns = args.turns[0], args.turns[1]
         shared = await _shared_tokens(http, system)
@@ -160,7 +159,7 @@ async def _chatted(
 
 
 async def _choices(http: httpx.AsyncClient) -> Counter[str]:
-    """How engines were chosen so far."""
+    """Number of engine choices so far, by kind."""
     metrics = (await http.get("/metrics")).text
     found = re.findall(r'choices_total{choice="(\w+)",model="m"} (\d+)', metrics)
     return Counter({choice: int(number) for choice, number in found})
@@ -169,7 +168,7 @@ async def _choices(http: httpx.AsyncClient) -> Counter[str]:
 def _hit_rates(
     fleets: Iterator[tuple[str, Server]], engines: int, args: argparse.Namespace
 ) -> None:
-    """A row for each router and system prompt. fleets: one of each router, by its name."""
+    """A row for each router and system prompt. fleets: (router's name, fleet) for each router."""
     first: dict[str, _Counts] = {}
     for router, fleet in fleets:
         wait_engines(fleet, engines)
@@ -189,14 +188,14 @@ def _hit_rates(
 
 
 def _open_pages(every: _Counts, users: int) -> float:
-    """Pages that the conversations of so many users take, at a mean turn's end."""
+    """Pages that the conversations of `users` users take at the end of a mean turn."""
     shared = every.asked - every.own_asked
     own = users * (every.own_asked / every.turns + _ANSWER)
     return (shared / every.turns + own) / _PAGE
 
 
 def _over(urls: Sequence[str], routers: Sequence[str]) -> Iterator[tuple[str, Server]]:
-    """Fleets over engines that run already."""
+    """Fleets over engines that already run."""
     for router in routers:
         with running_fleet(f"urls = {list(urls)}\nrouter = '{router}'\n") as fleet:
             yield router, fleet
@@ -211,7 +210,7 @@ def _on_ray(engines: int, args: argparse.Namespace) -> Iterator[tuple[str, Serve
 
 
 async def _stream(http: httpx.AsyncClient, number: int) -> str:
-    """The text of an answer of 256 tokens; "" if it was lost."""
+    """The text of an answer of 256 tokens; "" if it is lost."""
     body = {
         "model": "m",
         "prompt": _words(random.Random(number), 12),
@@ -235,19 +234,17 @@ async def _stream(http: httpx.AsyncClient, number: int) -> str:
 
 
 async def _killed(fleet: Server, streams: int) -> tuple[int, int, int]:
-    """(streams that the killed engine had, lost ones, those that differ from a run in
-    peace).
-    """
+    """(streams on the killed engine, lost ones, those that differ from a run without a kill)."""
     async with httpx.AsyncClient(base_url=fleet.url, timeout=600, trust_env=False) as http:
-        asked = [asyncio.create_task(_stream(http, number)) for number in range(streams)]
+        requests = [asyncio.create_task(_stream(http, number)) for number in range(streams)]
         engine, was_open = _engine(fleet, 0), 0
         until = time.monotonic() + 120
         while was_open < streams // 4 and time.monotonic() < until:
-            known = (await http.get("/fleet/replicas")).json()["models"]["m"]
-            was_open = known[0]["open"]
+            replicas = (await http.get("/fleet/replicas")).json()["models"]["m"]
+            was_open = replicas[0]["open"]
             await asyncio.sleep(0.05)
         os.kill(engine.pid, signal.SIGKILL)
-        texts = await asyncio.gather(*asked)
+        texts = await asyncio.gather(*requests)
         died_with = (await http.get("/fleet/replicas")).json()["models"]["m"][0]["lost"]
         peace = await asyncio.gather(*(_stream(http, number) for number in range(streams)))
     lost = texts.count("")
@@ -289,7 +286,7 @@ def main() -> None:
 
 
 def _chat_over_engines(args: argparse.Namespace) -> None:
-    """Processes are started once, and a fleet over some of them is made for each router."""
+    """Start the engines once, and a fleet over some of them for each router."""
     print(
         "| engines | users | system prompt | open pages | pages | router | tokens found "
         "| all turns | later turns | times | own | times | |"

@@ -1,11 +1,11 @@
-"""What the page of a fleet costs: CPU time and bytes of its server by replicas and viewers, and CPU
-time of one engine that somebody takes the pulse of.
+"""Measures the cost of a fleet's page: CPU time and bytes of its server by replicas and viewers,
+and CPU time of one engine whose pulse is read.
 
     python docs/benchmarks/fleet_cost.py [--replicas 8 100] [--seats 32] [--viewers 1]
 
-The replicas are scripted engines in a process of their own, in whose seats all write on every half
-second; viewers read the feed over TCP from a third one. CPU times are the server's own, so other
-work on the machine makes them a little larger, not many times.
+The replicas are scripted engines in a separate process; all their seats get tokens every half
+second. Viewers read the feed over TCP from a third process. CPU times are the server's own, so
+other work on the machine makes them a little larger, not many times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jitney.dashboard.sse import encode  # noqa: E402
 from jitney.engine.common.machine import cpu_name  # noqa: E402
 from jitney.engine.server.http.settings import ServerSettings  # noqa: E402
 
-#: Seconds between two moves of all seats.
+#: Seconds between two updates of all seats.
 _MOVE_S = 0.5
 _WATCH = """
 import socket, sys, threading
@@ -48,7 +48,7 @@ for line in sys.stdin: print(total[0], flush=True)
 
 
 async def serve_engines(n: int, seats: int) -> None:
-    """Says its port, and serves until it is killed."""
+    """Print the port, and serve until killed."""
     clients = {f"r{number}": FakeReplica(seats, seed=number) for number in range(n)}
     server = uvicorn.Server(uvicorn.Config(engines_app(clients), port=0, log_config=None))
     serving = asyncio.create_task(server.serve())
@@ -108,7 +108,7 @@ async def _measure_page(fleet: FleetView, n: int, viewers: int, seconds: float) 
 
 
 async def _over(seconds: float, watching: subprocess.Popen[str]) -> tuple[float, float]:
-    """CPU seconds of this process, and bytes of all viewers, for each second."""
+    """(CPU seconds of this process, bytes read by all viewers), both per second."""
     began, spent = time.monotonic(), time.process_time()
     read = bytes_read(watching)
     await asyncio.sleep(seconds)
@@ -118,7 +118,7 @@ async def _over(seconds: float, watching: subprocess.Popen[str]) -> tuple[float,
 
 
 def measure_pulse(seats: int, times: int = 200) -> None:
-    """What one pulse costs the engine's API process."""
+    """Print the cost of one pulse in the engine's API process."""
     replica = FakeReplica(seats)
     for _ in range(3):
         replica.move()
@@ -138,15 +138,15 @@ def main() -> None:
     parser.add_argument("--viewers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
-    known = parser.parse_args()
-    if known.serve:
-        asyncio.run(serve_engines(known.serve, known.seats))
+    options = parser.parse_args()
+    if options.serve:
+        asyncio.run(serve_engines(options.serve, options.seats))
         return
     print(cpu_name())
-    for seats in (known.seats, 1024):
+    for seats in (options.seats, 1024):
         measure_pulse(seats)
-    for n in known.replicas:
-        asyncio.run(measure(n, known.seats, known.viewers, known.seconds))
+    for n in options.replicas:
+        asyncio.run(measure(n, options.seats, options.viewers, options.seconds))
 
 
 if __name__ == "__main__":

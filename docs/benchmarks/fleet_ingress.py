@@ -1,10 +1,10 @@
-"""What the endpoint of a fleet costs: its CPU time for a request, and for a token of a stream.
+"""Measures the cost of a fleet's endpoint: its CPU time for a request, and for a token of a stream.
 
     python docs/benchmarks/fleet_ingress.py [--requests 600] [--router prefix] [--tokens 48]
 
-Two scripted engines in processes of their own, `jitney fleet serve` before them, clients here: the
-endpoint's CPU time is its own, so other work on the machine makes it a little larger, not many
-times. Needs psutil.
+Two scripted engines run in processes of their own, `jitney fleet serve` is in front of them, and
+the clients run here. The CPU time is the endpoint's own, so other work on the machine makes it a
+little larger, not many times. Needs psutil.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AT_ONCE = 8
 
 @contextlib.contextmanager
 def _engine() -> Iterator[str]:
-    """A scripted engine, which ends when its input does; gives its URL."""
+    """Start a scripted engine, which ends when its standard input does; yields its URL."""
     port = free_port()
     words = [sys.executable, str(_ENGINE), "--served-model-name", "m"]
     words += ["--host", "127.0.0.1", "--port", str(port)]
@@ -44,22 +44,22 @@ def _engine() -> Iterator[str]:
 
 
 async def _ask(url: str, first: int, count: int, tokens: int, stream: bool) -> None:
-    """So many chats of three messages, some at once."""
+    """Send `count` chats of three messages, several at once."""
     numbers = iter(range(first, first + count))
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
 
         async def client() -> None:
             for number in numbers:
-                said = [{"role": "user", "content": f"{number}?"}]
-                said += [{"role": "assistant", "content": "."}, *said]
-                body = {"model": "m", "messages": said, "max_tokens": tokens, "stream": stream}
+                messages = [{"role": "user", "content": f"{number}?"}]
+                messages += [{"role": "assistant", "content": "."}, *messages]
+                body = {"model": "m", "messages": messages, "max_tokens": tokens, "stream": stream}
                 (await http.post("/v1/chat/completions", json=body)).raise_for_status()
 
         await asyncio.gather(*(client() for _ in range(_AT_ONCE)))
 
 
 def _measured(fleet: Server, count: int, tokens: int, *, stream: bool) -> float:
-    """CPU seconds of the endpoint for one request."""
+    """CPU seconds of the endpoint per request."""
     asyncio.run(_ask(fleet.url, 0, count // 4, tokens, stream))
     before = fleet.cpu_s()
     asyncio.run(_ask(fleet.url, count, count, tokens, stream))

@@ -1,13 +1,13 @@
-"""A fleet under Ray over several nodes, one of which is lost: whether every request is answered,
-and how long it takes until as many engines are ready again.
+"""Loses one node of a fleet under Ray: measures whether every request is answered, and the time
+until as many engines as before are ready again.
 
     python docs/benchmarks/fleet_nodes.py [--model smollm2-135m] [--requests 12]
 
-The nodes are Ray's own, three beside the head's, all on this machine: each has a raylet and one CPU
-to give, and so one engine at most. Two engines are started; the node of one is killed with half of
-the requests at it, and the third node gets the engine that takes its place. Serve has a proxy on
-each node that has an engine, here all at one port: who was connected to the one that is lost with
-its node asks again, as OpenAI's client does. The node of the ingress is not the one that is lost.
+Ray runs three nodes beside the head, all on this machine: each has a raylet and one CPU, and so
+runs one engine at most. Two engines are started; the node of one is killed while half of the
+requests are at it, and the third node gets the engine that replaces it. Serve has a proxy on each
+node that has an engine, here all at one port: clients whose connection is lost with the node send
+the request again, as OpenAI's client does. The ingress is on a node that stays.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from jitney.engine.common.machine import cpu_name
 
 _NODES = 3
 _READY_S = 300.0
-#: Times that an answer is asked for, if the connection is lost.
+#: Most attempts of a request whose connection is lost.
 _TRIES = 3
 
 
 def _cluster() -> Cluster:
-    """A head that has no engine, and nodes that have one each."""
+    """A head without engines, and nodes with room for one engine each."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for _ in range(_NODES):
         cluster.add_node(num_cpus=1)
@@ -47,7 +47,7 @@ def _cluster() -> Cluster:
 
 
 def _above(*words: str) -> set[int]:
-    """Processes that the one with all these words in its command descends from."""
+    """Ancestors (process ids) of the process whose command has all these words."""
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if all(any(word in part for part in command) for word in words):
@@ -56,7 +56,7 @@ def _above(*words: str) -> set[int]:
 
 
 def _node_above(cluster: Cluster, *words: str) -> Any:
-    """The node that this process is on; None: the head."""
+    """The node of the process whose command has these words; None: the head."""
     above = _above(*words)
     for node in cluster.worker_nodes:
         raylets = node.all_processes["raylet"]
@@ -87,7 +87,7 @@ def _body(number: int) -> dict[str, object]:
 
 
 async def _ask(http: httpx.AsyncClient, number: int) -> tuple[str, int]:
-    """The text of the answer, "" for an error, and how often it was asked for."""
+    """(the text of the answer or "" for an error, the number of attempts)."""
     for turn in range(1, _TRIES + 1):
         try:
             answer = await http.post("/v1/chat/completions", json=_body(number))
@@ -102,7 +102,7 @@ async def _ask(http: httpx.AsyncClient, number: int) -> tuple[str, int]:
 async def _answers(
     fleet: Server, requests: int, during: asyncio.Task[None] | None
 ) -> list[tuple[str, int]]:
-    """See `_ask`."""
+    """The answers to all requests, each as `_ask` returns it."""
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(
         base_url=fleet.url, headers=headers, timeout=600, trust_env=False
@@ -114,11 +114,11 @@ async def _answers(
 
 
 async def _lose(cluster: Cluster, node: Any, fleet: Server, engine: str) -> None:
-    """The node, once requests are at its engine."""
+    """Kill the node once its engine has open requests."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        known = (await asyncio.to_thread(fleet.get, "/fleet/replicas", KEY)).json()["models"]["m"]
-        if any(each["url"] == engine and each["open"] for each in known):
+        states = (await asyncio.to_thread(fleet.get, "/fleet/replicas", KEY)).json()["models"]["m"]
+        if any(each["url"] == engine and each["open"] for each in states):
             break
         await asyncio.sleep(0.1)
     await asyncio.sleep(1)

@@ -1,15 +1,15 @@
-"""How far two engines behind one endpoint are from twice one engine, in the schedulers' own counts:
-tokens a step, and steps that one engine was short of the other.
+"""Compares the throughput of two engines behind one endpoint with twice that of one engine, in the
+schedulers' own counts: tokens a step, and the steps by which the engines differ.
 
     python docs/benchmarks/fleet_throughput.py [--on ray] [--model smollm2-135m] [--streams 8 12]
 
 The engines of one machine share its processors, so tokens a second would show nothing. If each had
-a machine of its own, steps would take the same time everywhere, and a fleet's throughput would be
-all tokens over the steps of the engine that made most of them. Beside other programs one engine may
-get more of the processors and make more steps; so the sum of what each made in a step of its own
-stands beside. It leaves out an engine that has nothing to do, and so makes no steps. So many
-streams for each engine send their next request when they have an answer: prompts around 60 tokens,
-answers of 16 to 112, greedy. Counts of the first seconds are left out.
+a machine of its own, steps would take the same time everywhere, and the throughput of a fleet would
+be all tokens divided by the steps of the engine with most steps. Beside other programs one engine
+may get more of the processors and make more steps. So the sum of each engine's tokens per step of
+its own is printed too; it ignores the time in which an engine has no work and makes no steps. The
+clients (`--streams` for each engine) send their next request after an answer: prompts around 60
+tokens, answers of 16 to 112, greedy. Counts of the first seconds are left out.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from running import Server, ready_engines, running_fleet, wait_engines
 from jitney.engine.common.machine import cpu_name
 
 KEY = "the operator's key"
-#: Seconds before anything is counted.
+#: Seconds before counting starts.
 _SETTLE_S = 6.0
 SEATS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Of one engine."""
+    """Counters of one engine."""
 
     tokens: float
     steps: float
@@ -53,7 +53,7 @@ class _Counts:
 def fleet_of(
     model: str, engines: int, on: str, router: str, folder: Path, ray: str = "cpus = 0.1"
 ) -> AbstractContextManager[Server]:
-    """A fleet with one model of so many engines. ray: fields of its table of that name."""
+    """A fleet with one model and `engines` engines. ray: fields of the model's `ray` table."""
     key = folder / "key"
     key.write_text(KEY)
     key.chmod(0o600)
@@ -84,7 +84,7 @@ def _counts(engine: str) -> _Counts:
 
 
 async def _stream(http: httpx.AsyncClient, number: int) -> None:
-    """One request after another, until it is cancelled."""
+    """Send one request after another until cancelled."""
     chance = random.Random(number)
     while True:
         words = " ".join(f"{chance.randrange(1000)}" for _ in range(chance.randint(10, 30)))
@@ -99,7 +99,7 @@ async def _stream(http: httpx.AsyncClient, number: int) -> None:
 
 
 async def _load(fleet: Server, streams: int, seconds: float) -> Mapping[str, _Counts]:
-    """What each engine counted under so many streams, by its URL."""
+    """Counts of each engine under `streams` streams, by the engine's URL."""
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(
         base_url=fleet.url, headers=headers, timeout=600, trust_env=False
@@ -112,25 +112,25 @@ async def _load(fleet: Server, streams: int, seconds: float) -> Mapping[str, _Co
         after = {engine: await asyncio.to_thread(_counts, engine) for engine in engines}
         for task in running:
             if task.done():
-                task.result()  # the reason
+                task.result()  # raises the error that ended the stream
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     return {engine: after[engine] - before[engine] for engine in engines}
 
 
 def _tokens_a_step(counts: Sequence[_Counts]) -> float:
-    """Of a fleet: see the top."""
+    """All tokens divided by the steps of the engine with most steps."""
     return sum(each.tokens for each in counts) / max(each.steps for each in counts)
 
 
 def _sum_of_each(counts: Sequence[_Counts]) -> float:
-    """Tokens a step, of each engine by its own steps."""
+    """Sum over the engines of tokens per step of each one's own."""
     return sum(each.tokens / each.steps for each in counts)
 
 
 def _measured(args: argparse.Namespace, engines: int, on: str) -> list[list[_Counts]]:
-    """For each number of streams, what each engine counted."""
-    found = []
+    """For each number of streams, the counts of each engine."""
+    results = []
     with (
         tempfile.TemporaryDirectory() as folder,
         fleet_of(args.model, engines, on, args.router, Path(folder)) as fleet,
@@ -138,8 +138,8 @@ def _measured(args: argparse.Namespace, engines: int, on: str) -> list[list[_Cou
         wait_engines(fleet, engines, KEY)
         for streams in args.streams:
             counts = asyncio.run(_load(fleet, streams * engines, args.seconds))
-            found.append(list(counts.values()))
-    return found
+            results.append(list(counts.values()))
+    return results
 
 
 def main() -> None:
@@ -155,13 +155,13 @@ def main() -> None:
     alone = _measured(args, 1, "processes")
     fleet = _measured(args, args.engines, args.on)
     for streams, one, several in zip(args.streams, alone, fleet, strict=True):
-        wanted = args.engines * _tokens_a_step(one)
-        got = _tokens_a_step(several)
+        ideal = args.engines * _tokens_a_step(one)
+        measured = _tokens_a_step(several)
         steps = ", ".join(f"{each.steps:.0f}" for each in several)
         seats = ", ".join(f"{each.seats / each.steps:.2f}" for each in several)
         print(
-            f"{streams} streams an engine: {got:.2f} tokens a step of {wanted:.2f}: "
-            f"{got / wanted:.3f}; by the steps of each {_sum_of_each(several) / wanted:.3f}; "
+            f"{streams} streams an engine: {measured:.2f} tokens a step of {ideal:.2f}: "
+            f"{measured / ideal:.3f}; by the steps of each {_sum_of_each(several) / expected:.3f}; "
             f"seats taken {seats} ({one[0].seats / one[0].steps:.2f} alone); steps {steps}"
         )
 

@@ -1,13 +1,13 @@
-"""Sends a server thousands of requests made up from its own OpenAPI document, right ones and wrong
-ones, and says what it answered.
+"""Sends a server thousands of valid and invalid requests generated from its own OpenAPI document,
+and checks the answers.
 
     python docs/benchmarks/fuzz.py http://127.0.0.1:8000 [--cases 5000] [--seed 0]
 
 Every answer must have a status, a type and a body that the document promises; none may be a 500,
 and none may take longer than `--slowest` seconds. After every hundred cases an ordinary request
-must still be answered: what is wedged would answer none. An engine that a case sends to sleep is
-woken after it. Files, batches and responses that cases make are what later cases ask for, cancel
-and delete, so take a server that has none of anybody's. Needs schemathesis (the extra `test`).
+must still be answered, which shows that the server is not wedged. An engine that a case sends to
+sleep is woken after it. Later cases read, cancel and delete the files, batches and responses that
+earlier ones create, so use a server that stores nothing else. Needs schemathesis (extra `test`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from schemathesis.specs.openapi.checks import (
 )
 
 _CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
-#: Statuses of ours from 500 on that are no faults.
+#: Statuses from 500 on that are no faults.
 _MEANT = {503, 504}
 _ALIVE_EVERY = 100
-#: Of the cases, the share of the routes that take a body.
+#: Share of the cases that go to routes with a body.
 _WITH_BODY = 0.85
 _CHAT = [{"role": "user", "content": "a"}]
-#: A sound body of each route but for the model, and the field that bounds its answer, if one does.
+#: A valid body of each route except for the model, and the field that limits the answer's length.
 _SOUND: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/completions": ({"prompt": "a"}, "max_tokens"),
     "/v1/chat/completions": ({"messages": _CHAT}, "max_tokens"),
@@ -66,12 +66,12 @@ _SOUND: dict[str, tuple[dict[str, Any], str]] = {
     "/api/embeddings": ({"prompt": "a"}, ""),
     "/api/show": ({}, ""),
 }
-#: Routes that jobs and batches ask.
+#: Routes that jobs and batches call.
 _LATER = ("/v1/completions", "/v1/embeddings")
 _BOUNDS = {"max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"}
-#: Of an answer.
+#: Most tokens of an answer.
 _MOST_TOKENS = 8
-#: The route that makes what a path's parameter names.
+#: The route that creates the object named by a path parameter.
 _MAKERS = {
     "response_id": "/v1/responses",
     "file_id": "/v1/files",
@@ -89,13 +89,13 @@ def _nothing_made() -> dict[str, list[str]]:
 
 @dataclass
 class Findings:
-    """What came of it."""
+    """Results of a run."""
 
     cases: int = 0
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
-    #: Ids of what was made, by the route that made it.
+    #: Ids of created objects, by the route that created them.
     made: dict[str, list[str]] = field(default_factory=_nothing_made)
-    #: What was wrong, with the case; equal ones once.
+    #: Messages of failed checks with the case, by their beginning; equal ones once.
     faults: dict[str, str] = field(default_factory=dict[str, str])
     slowest_s: float = 0.0
 
@@ -117,7 +117,7 @@ class Fuzzer:
         self.found.made["/v1/models"].append(self.model)
 
     def run(self, cases: int, number: int = 0) -> Findings:
-        """Send about so many; number: of the random choices."""
+        """Send about `cases` cases; number: the seed of the random choices."""
         operations = [
             result.ok() for result in self.schema.get_all_operations() if isinstance(result, Ok)
         ]
@@ -136,7 +136,7 @@ class Fuzzer:
         return self.found
 
     def _sample(self, operation: Any, mode: GenerationMode, cases: int, number: int) -> None:
-        """Cases of one route and mode."""
+        """Send cases of one route and mode."""
 
         @seed(number)
         @settings(
@@ -153,8 +153,8 @@ class Fuzzer:
         send()
 
     def _send(self, case: Case) -> None:
-        """One case. Three of four are mostly sound: else nearly all would end at their first wrong
-        field.
+        """Send one case. Three of four are made mostly valid, since nearly all others would fail at
+        their first invalid field.
         """
         found = self.found
         found.cases += 1
@@ -180,7 +180,7 @@ class Fuzzer:
             self._alive()
 
     def _mend(self, case: Case, choice: random.Random) -> None:
-        """Have it name what there is, and hold at most three of its fields."""
+        """Make the case use existing ids, and keep at most three of its fields."""
         for name in case.path_parameters or ():
             ids = self.found.made.get(_MAKERS.get(name, ""))
             if ids:
@@ -196,7 +196,7 @@ class Fuzzer:
                 case.body = sound | {name: case.body[name] for name in names}
 
     def _sound(self, path: str, choice: random.Random) -> dict[str, Any]:
-        """A sound body for a route, empty for one that is not known here."""
+        """A valid body for a route; empty for a route without an entry here."""
         if path == "/v1/jobs":
             endpoint = choice.choice(_LATER)
             body = self._sound(endpoint, choice)
@@ -217,7 +217,7 @@ class Fuzzer:
         return sound
 
     def _remember(self, case: Case, response: Any) -> None:
-        """What a case made, so that others find it."""
+        """Store the id of an object that a case created, for later cases."""
         ids = self.found.made.get(case.path)
         if ids is None or case.method != "POST" or response.status_code not in (200, 202):
             return
@@ -226,7 +226,7 @@ class Fuzzer:
             del ids[:-_REMEMBERED]
 
     def _answer(self, case: Case) -> Any:
-        """Once more on a new connection where the old one was closed, as idle ones are."""
+        """Send the case; once more on a new connection if the server closed the old, idle one."""
         try:
             return case.call(session=self.session, timeout=self.slowest_s)
         except requests.ConnectionError:
@@ -243,7 +243,7 @@ class Fuzzer:
         self.found.faults.setdefault(what[:120], f"{what}\n{case.as_curl_command()[:1000]}")
 
     def _alive(self) -> None:
-        """An ordinary request is answered."""
+        """Check that an ordinary request is answered."""
         body = {"model": self.model, "prompt": "a", "max_tokens": 2}
         try:
             url = f"{self.url}/v1/completions"
@@ -256,7 +256,7 @@ class Fuzzer:
 
 
 def _bound(path: str, body: dict[str, Any]) -> None:
-    """Keep an answer short; what is no number of tokens stays."""
+    """Limit the length of the answer; values that are no numbers of tokens stay."""
     for name in _BOUNDS & body.keys():
         if isinstance(body[name], int) and body[name] > _MOST_TOKENS:
             body[name] = _MOST_TOKENS
@@ -266,7 +266,7 @@ def _bound(path: str, body: dict[str, Any]) -> None:
 
 
 def _lines(choice: random.Random) -> bytes:
-    """A file of requests, some of which are none."""
+    """A batch file of requests, with some invalid lines."""
     lines: list[str] = []
     for number in range(choice.randint(0, 4)):
         body = {"prompt": "a", "input": "a", "max_tokens": choice.choice([1, 4, -1])}
@@ -282,16 +282,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     parser.add_argument("--slowest", type=float, default=10.0, help="seconds an answer may take")
     args = parser.parse_args()
-    found = Fuzzer(args.url, args.slowest).run(args.cases, args.seed)
+    findings = Fuzzer(args.url, args.slowest).run(args.cases, args.seed)
     console = Console()
-    table = Table("route", "status", "answers", title=f"{found.cases} cases")
-    for (path, status), count in sorted(found.statuses.items()):
+    table = Table("route", "status", "answers", title=f"{findings.cases} cases")
+    for (path, status), count in sorted(findings.statuses.items()):
         table.add_row(path, str(status), str(count))
     console.print(table)
-    console.print(f"slowest answer: {found.slowest_s:.2f} s; faults: {len(found.faults)}")
-    for fault in found.faults.values():
+    console.print(f"slowest answer: {findings.slowest_s:.2f} s; faults: {len(findings.faults)}")
+    for fault in findings.faults.values():
         print(f"\n{fault}")
-    sys.exit(bool(found.faults))
+    sys.exit(bool(findings.faults))
 
 
 if __name__ == "__main__":

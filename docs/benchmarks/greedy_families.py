@@ -1,14 +1,14 @@
-"""Greedy answers of every family beside those of transformers: 16 prompts of 1 to 640 tokens, 64
-tokens each, in float32, with every kernel set that runs here.
+"""Compares greedy answers of every family with those of transformers: 16 prompts of 1 to 640
+tokens, 64 tokens each, in float32, with every kernel set that runs here.
 
     python docs/benchmarks/greedy_families.py reference FILE [CASE ...]   # with torch, transformers
-    python docs/benchmarks/greedy_families.py compare FILE [CASE ...]     # where jitney is
+    python docs/benchmarks/greedy_families.py compare FILE [CASE ...]     # with jitney
 
 The models are the tiny random ones of tests/support/make_reference_logits.py with a longer context.
-Tokens of an answer are compared up to the first at which transformers' best two are within 1e-3:
-either may follow a tie. LongRoPE is compared on prompts longer than the original context, since the
-engine uses one set of frequencies for all texts and transformers changes it on the way. `compare`
-writes greedy_families.json, case by case; a quarter of an hour each on two cores.
+Tokens of an answer are compared up to the first at which transformers' best two logits are within
+1e-3: either may follow a tie. LongRoPE is compared on prompts longer than the original context,
+since the engine uses one set of frequencies for all texts and transformers changes it on the way.
+`compare` writes greedy_families.json, case by case; a quarter of an hour each on two cores.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SUPPORT = HERE.parents[1] / "tests" / "support"
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 300, 377, 512, 640)
 COUNT, TIE = 64, 1e-3
 CONTEXT = 768
-#: Cases that are about a short context.
+#: Cases that test a short context.
 LEFT_OUT = ("llama_dynamic", "phi3_short")
 
 
 def script():
-    """tests/support/make_reference_logits.py, which needs neither pytest nor jitney."""
+    """The module tests/support/make_reference_logits.py, which needs neither pytest nor jitney."""
     path = SUPPORT / "make_reference_logits.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
@@ -47,8 +47,8 @@ def prompt(length: int, vocab: int) -> list[int]:
 
 
 def continued(model, tokens: list[int]) -> dict[str, list]:
-    """COUNT greedy tokens, each from a whole forward, their log-probabilities, and by how much each
-    logit was above the second one.
+    """COUNT greedy tokens, each from a whole forward pass, their log-probabilities, and the margins
+    of their logits over the second best.
     """
     import torch
 
@@ -64,14 +64,14 @@ def continued(model, tokens: list[int]) -> dict[str, list]:
 
 
 def make_references(file: Path, names: list[str]) -> None:
-    made = script()
+    reference = script()
     cases = json.loads(file.read_text()) if file.exists() else {}
-    stored = made.stored()
+    stored = reference.stored()
     for name in names or [name for name in stored if name not in LEFT_OUT]:
         started = time.perf_counter()
         longer = stored[name]["config"] | {"max_position_embeddings": CONTEXT}
-        model, case = made.made(stored[name] | {"config": longer})
-        vocab = made.VOCABULARY
+        model, case = reference.made(stored[name] | {"config": longer})
+        vocab = reference.VOCABULARY
         case["answers"] = [continued(model, prompt(length, vocab)) for length in LENGTHS]
         cases[name] = case
         file.write_text(json.dumps(cases))
@@ -79,7 +79,7 @@ def make_references(file: Path, names: list[str]) -> None:
 
 
 def compared(case: dict, folder: str, kernels: str) -> dict:
-    """Tokens that are compared and equal, and the largest distance of a log-probability."""
+    """Numbers of compared and of equal tokens, and the largest log-probability difference."""
     from jitney.engine import LLM, SamplingParams
 
     llm = LLM(
@@ -111,8 +111,8 @@ def compared(case: dict, folder: str, kernels: str) -> dict:
         same = np.array(own.token_ids[:sure]) == np.array(answer["tokens"][:sure])
         compared, equal = compared + sure, equal + int(np.cumprod(same).sum())
         if same.all() and sure:
-            found = [entry.logprob for entry in (own.logprobs or [])[:sure]]
-            largest = max(largest, float(np.abs(found - np.array(answer["logprobs"][:sure])).max()))
+            ours = [entry.logprob for entry in (own.logprobs or [])[:sure]]
+            largest = max(largest, float(np.abs(ours - np.array(answer["logprobs"][:sure])).max()))
     return {"kernels": label, "compared": compared, "equal": equal, "logprobs": largest}
 
 

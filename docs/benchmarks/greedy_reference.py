@@ -1,12 +1,12 @@
-"""The default model's greedy answers in float32, beside those that transformers gave, with every
+"""Compares the default model's greedy answers in float32 with those of transformers, with every
 kernel set that runs on this CPU and with the CPU kernels compiled for other CPUs by name.
 
     python docs/benchmarks/greedy_reference.py [CPU ...]
 
 Weights are rounded to bfloat16 first, as the reference's were (tests/data/smollm2_greedy.json). An
-answer is equal if it is so token for token, up to a token at which the reference's own best two
-were within 1e-3. A CPU whose instructions this one lacks is compiled for and not run. Half a minute
-a CPU.
+answer is equal if all tokens are, up to a token at which the reference's own best two were within
+1e-3. Kernels for a CPU whose instructions this one lacks are compiled and not run. Half a minute a
+CPU.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ TIE = 1e-3
 
 
 def answers(kernels: str) -> tuple[int, int, float]:
-    """(equal answers, all answers, largest distance of a top-5 log-probability) of one kernel
-    set.
-    """
-    jax.clear_caches()  # programs of other kernels call those
+    """(equal answers, answers, largest top-5 log-probability difference) of a kernel set."""
+    jax.clear_caches()  # cached programs call the kernels of another set
     items = json.loads((TESTS / "data" / "smollm2_greedy.json").read_text())["items"]
     llm = LLM(
         "smollm2-135m",
@@ -64,12 +62,12 @@ def answers(kernels: str) -> tuple[int, int, float]:
         assert done.logprobs is not None
         same = True
         for at, (token, top5) in enumerate(zip(done.token_ids, item["top5"], strict=True)):
-            wanted = top5["logprobs"]
+            reference = top5["logprobs"]
             if token != item["output_ids"][at]:
-                same = wanted[0] - wanted[1] < TIE
+                same = reference[0] - reference[1] < TIE
                 break
-            found = done.logprobs[at].top_logprobs
-            apart = max(apart, float(np.max(np.abs(np.subtract(found, wanted)))))
+            logprobs = done.logprobs[at].top_logprobs
+            apart = max(apart, float(np.max(np.abs(np.subtract(logprobs, reference)))))
         equal += same
     return equal, len(items), apart
 
@@ -80,7 +78,7 @@ def report(name: str, kernels: str) -> None:
 
 
 def compiled_for(cpu: str) -> tuple[library._Library | None, str]:
-    """The kernels compiled for a CPU's name, and why they cannot run here if so."""
+    """The kernels compiled for a CPU's name; if they cannot run here, None and the reason."""
     sys.path[:0] = [str(TESTS / "support"), str(TESTS / "kernels" / "cpu")]
     from test_native_cpus import level_of
 

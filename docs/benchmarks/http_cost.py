@@ -1,27 +1,26 @@
-"""What a streamed token costs in the API process, in processor time and by part, and which share of
-the machine that is.
+"""Measures the processor time of a streamed token in the API process, by part, and its share of the
+machine.
 
     python docs/benchmarks/http_cost.py [--streams 32] [--tokens-per-s 764] [--json FILE]
     python docs/benchmarks/http_cost.py --step-ms 12 [--trees BEFORE AFTER] [--streams 1 32 256]
 
 Starts `jitney serve`, drives it as `jitney bench peers` does, and reads the user and system time of
-the process that answers HTTP and of the core's beside it, before and after. Other work on the
-machine makes processor times a little longer, not many times, so this needs no quiet machine;
-`--tokens-per-s` are the rates for which the share of all cores is said (default: the rate of this
-run).
+the process that answers HTTP and of the core's process, before and after. Other work on the machine
+makes processor times a little longer, not many times, so this needs no quiet machine.
+`--tokens-per-s`: rates for which the share of all cores is printed (default: the rate of this run).
 
-Where it goes is sampled: whenever the process has used a tick of the kernel's (4 ms on most), its
-main thread says which part of the program it is in, by the innermost file that belongs to one, and
-the part gets the processor time since the last sample. 384 requests give 600 samples, which tell a
-part of a quarter to 2 % of the whole.
+The parts are sampled: each time the process has used a tick of the kernel (4 ms on most), its main
+thread looks up the part of the program that it is in, by the innermost file that belongs to one,
+and the part gets the processor time since the last sample. 384 requests give 600 samples, which
+measure a part of a quarter to 2 % of the whole.
 
-parse: what the core and the clients send; detokenise: tokens to text; frame: JSON and events; send:
-HTTP and the system's `send`; streams: what hands tokens on to the answers that wait for them; poll:
+parse: messages of the core and the clients; detokenise: tokens to text; frame: JSON and events;
+send: HTTP and the system's `send`; streams: handing tokens to the answers that wait for them; poll:
 asking the system which sockets are ready; loop: the rest of the event loop.
 
-With `--step-ms` no model computes: the core hands a token to every stream each so many ms, and a
-client of a few lines reads the streams and the gaps between their events. `--trees` are checkouts
-(`git worktree add`) in folders called jitney that are measured in turn, twice.
+With `--step-ms` no model computes: the core sends a token to every stream each so many ms, and a
+client of a few lines reads the streams and the gaps between their events. `--trees`: checkouts
+(`git worktree add`) in folders called jitney, measured in turn, twice.
 """
 
 from __future__ import annotations
@@ -64,17 +63,17 @@ from running import Server, started
 from token_source import STEP_S
 
 _REPORT_S = 10.0
-#: Without a device: seconds until all streams flow, and one more for every hundred; and of a count.
+#: Without a device: seconds until all streams flow, plus 1 per 100 streams; seconds of counting.
 _FLOW_S, _WINDOW_S = 1.0, 5.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-#: Processor time between two samples; the kernel looks once a tick.
+#: Processor seconds between two samples; the kernel checks once a tick.
 _SAMPLE_S = 0.001
 _SAMPLED = "--sampled"
-#: Seconds of the main thread between two reports of the core, in a step that is quicker than nine
-#: of ten: other work on the machine makes the others longer.
+#: Key of the main thread's seconds between two reports of the core, at the fastest tenth of the
+#: steps: other work on the machine makes the others longer.
 _QUICK = "quick step"
-#: The part of the program that a function belongs to, by a piece of its file's path and of its
-#: name; the first that fits. What stands in none of them belongs to whoever called it.
+#: Parts of the program with pieces of "file path:function name"; the first match counts. A function
+#: without a match belongs to the part of its caller.
 PARTS = {
     "parse": (
         "engine/server/process/",
@@ -110,15 +109,15 @@ def part_of(frame: FrameType | None) -> str:
     while frame is not None:
         place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
         for part, places in PARTS.items():
-            if any(known in place for known in places):
+            if any(piece in place for piece in places):
                 return part
         frame = frame.f_back
     return "other"
 
 
 class Sampler:
-    """Which part of this process its main thread's processor time goes to. SIGUSR2 writes the
-    seconds by part into a file and begins again.
+    """Samples which part of this process uses the main thread's processor time. SIGUSR2 writes the
+    seconds by part into a file and resets them.
     """
 
     def __init__(self, file: Path):
@@ -150,7 +149,7 @@ class Sampler:
 
 
 def sampled(pid: int, file: Path) -> dict[str, float]:
-    """Seconds by part since the last time."""
+    """Seconds by part since the last call."""
     file.unlink(missing_ok=True)
     os.kill(pid, signal.SIGUSR2)
     until = time.monotonic() + _REPORT_S
@@ -162,7 +161,7 @@ def sampled(pid: int, file: Path) -> dict[str, float]:
 def served(
     words: Sequence[str], port: int, file: Path, environment: Mapping[str, str] = {}
 ) -> AbstractContextManager[Server]:
-    """`jitney WORDS`, sampled into a file."""
+    """Run `jitney WORDS` with a sampler that writes to `file`."""
     command = [sys.executable, __file__, _SAMPLED, str(file), *words, "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
     return started(command, url, Path(os.devnull), environment, ready="/health")
@@ -175,18 +174,18 @@ def spent_s(pid: int) -> float:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that it started and that run."""
+    """Running child processes of a process."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def costs(pid: int) -> tuple[float, float]:
-    """Seconds of the API process, and of what it started."""
+    """Processor seconds of the API process, and of its children."""
     return spent_s(pid), sum(spent_s(child) for child in children_of(pid))
 
 
 def open_streams(port: int, streams: int) -> list[socket.socket]:
-    """Begin so many streams that end with their connections."""
+    """Open `streams` streams that end when their connections close."""
     body = {"prompt": [97], "max_tokens": 4000, "stream": True, "ignore_eos": True}
     text = json.dumps({"model": "tiny-random", **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
@@ -201,7 +200,7 @@ def open_streams(port: int, streams: int) -> list[socket.socket]:
 def read_streams(
     selector: selectors.BaseSelector, seconds: float
 ) -> tuple[int, dict[int, list[float]]]:
-    """(tokens of all streams, by stream when its parts came) while so many seconds pass."""
+    """Read for `seconds` seconds; returns (tokens of all streams, arrival times by stream)."""
     tokens = 0
     times: dict[int, list[float]] = {key.fd: [] for key in selector.get_map().values()}
     until = time.monotonic() + seconds
@@ -218,7 +217,7 @@ def read_streams(
 
 
 def token_cost(port: int, pid: int, file: Path, streams: int) -> JsonDict:
-    """Figures of so many streams, once all of them flow."""
+    """Figures of `streams` streams, measured once all of them flow."""
     connections = open_streams(port, streams)
     with selectors.DefaultSelector() as selector:
         for connection in connections:
@@ -249,7 +248,7 @@ def token_cost(port: int, pid: int, file: Path, streams: int) -> JsonDict:
 
 
 def without_device(trees: Sequence[Path], crowds: Sequence[int], step_ms: float) -> JsonDict:
-    """The cost of a token in each tree by streams, in turn, twice."""
+    """The cost of a token in each tree by number of streams; the trees take turns, twice."""
     found: dict[str, list[JsonDict]] = {str(tree): [] for tree in trees}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "parts.json"
@@ -266,7 +265,7 @@ def without_device(trees: Sequence[Path], crowds: Sequence[int], step_ms: float)
 
 
 async def drive(url: str, arrivals: list[Arrival], streams: int) -> LoadResult:
-    """All requests as a closed loop."""
+    """Send all requests in a closed loop."""
     async with EndpointClient(RemoteEndpoint(url, "")) as client:
         await client.find_model()
 
@@ -286,8 +285,8 @@ def report(
     parts: Mapping[str, float],
     rates: Sequence[float],
 ) -> dict[str, object]:
-    """Figures, by token. parts: seconds of the API process; the rest is its other threads' and what
-    no sample saw.
+    """Figures per token. parts: sampled seconds of the API process; the rest is the time of its
+    other threads and unsampled time.
     """
     tokens = sum(answer.n_output for answer in load.answers)
     own_rate = round(tokens / load.seconds, 1)
@@ -362,8 +361,8 @@ def main() -> None:
             load = asyncio.run(drive(url, arrivals, streams))
             parts = sampled(pid, file)
             api_s, core_s = (now - then for now, then in zip(costs(pid), before, strict=True))
-    found = report(load, api_s, core_s, parts, args.tokens_per_s)
-    text = json.dumps(found, indent=1)
+    results = report(load, api_s, core_s, parts, args.tokens_per_s)
+    text = json.dumps(results, indent=1)
     print(text)
     if args.json:
         args.json.write_text(text + "\n")

@@ -1,4 +1,4 @@
-"""Long prompts and what comes beside them: running streams, and short prompts that come later.
+"""Measures long prompts beside running streams, and beside short prompts that arrive later.
 
     python docs/benchmarks/long_prompt.py streams [--model smollm2-135m] [--streams 16]
         [--prompt 4000] [--prefill-share auto] [--json FILE]
@@ -8,20 +8,20 @@
     python docs/benchmarks/long_prompt.py frontier [--json FILE]
 
 streams: all streams generate alone first; then a request with a long prompt and one output token
-arrives. Printed: median and p99 of the time between two tokens of a stream in both phases, the
-ratio of the p99s, and how long the prompt took.
+arrives. Prints the median and p99 of the time between two tokens of a stream in both phases, the
+ratio of the p99s, and the time that the prompt took.
 
-short: long prompts arrive together, then one more long prompt and four of 20 tokens. Printed: the
-first tokens of the short ones and their time alone, and the wait that was predicted for the last
-long one beside the one that came; with prompts in the order in which they came, and with short
-ones passing.
+short: long prompts arrive together, then one more long prompt and four of 20 tokens. Prints the
+first-token times of the short prompts beside their time alone, and the predicted and real wait of
+the last long one; with prompts in the order of arrival, and with short ones passing.
 
 simulated: the same two orders on the virtual clock, for loads of long, mixed and short prompts at
-0.8 of what the engine computes, with the steps of a CPU and of an H100 (by its published peaks).
+0.8 of the engine's capacity, with the steps of a CPU and of an H100 (by its published peaks).
 
-frontier: 150 long prompts at once and short ones of 20 tokens at 1.8 a second on the virtual clock,
-for each share of its speed that a step may lose to be brief. Printed: the short ones' first tokens,
-by their time alone, and when the last long prompt ends, by its end without short ones.
+frontier: 150 long prompts at once and 1.8 short ones of 20 tokens a second on the virtual clock,
+for each share of its speed that a step may lose to be brief. Prints the first-token time of the
+short prompts divided by their time alone, and the end of the last long prompt divided by its end
+without short ones.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Watch:
 
 
 def measure(llm: LLM, streams: int, prompt: int, alone_steps: int) -> dict[str, float]:
-    """One run: figures in milliseconds, prompt_s in seconds."""
+    """Figures of one run: in milliseconds, prompt_s in seconds."""
     rng = np.random.default_rng(0)
     watch = Watch(llm)
     for stream in range(streams):
@@ -124,7 +124,7 @@ def measure(llm: LLM, streams: int, prompt: int, alone_steps: int) -> dict[str, 
 
 @contextlib.contextmanager
 def in_order() -> Iterator[None]:
-    """No prompt passes another one inside, and no step is brief for one that might."""
+    """Inside the block no prompt passes another one, and no step is brief so that one can."""
     longest, expects = Passing.longest, Passing.expects
     Passing.longest = lambda self, rows_first: 0
     Passing.expects = lambda self, rows, now: False
@@ -134,18 +134,18 @@ def in_order() -> Iterator[None]:
         Passing.longest, Passing.expects = longest, expects
 
 
-#: How prompts are computed, by name.
+#: Context managers that set how prompts are ordered, by name.
 ORDERS = {"in order": in_order, "short ones pass": contextlib.nullcontext}
 
 
 def predicted(scheduler: Scheduler, request: EngineRequest) -> float:
-    """Seconds that the scheduler predicts until a request that comes now boards."""
+    """Predicted seconds until a request that arrives now boards."""
     leader = scheduler.factory.leader(request, scheduler._arrivals + 1)
     return scheduler._admission.predicted_wait.wait(leader)
 
 
 def short_beside_long(llm: LLM, longs: int, prompt: int) -> dict[str, float]:
-    """Seconds on this machine, of one run."""
+    """Seconds of one run on this machine."""
     rng, watch = np.random.default_rng(0), Watch(llm)
     core = llm.core
     first: dict[str, float] = {}
@@ -169,7 +169,7 @@ def short_beside_long(llm: LLM, longs: int, prompt: int) -> dict[str, float]:
     tokens = rng.integers(100, 40000, prompt).tolist()
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     last = EngineRequest(id="last", prompt=tokens, sampling=params, arrival=time.monotonic())
-    told, came = predicted(core.scheduler, last), time.perf_counter()
+    predicted_s, arrived = predicted(core.scheduler, last), time.perf_counter()
     core.add(last)
     shorts = {f"short-{number}": add(f"short-{number}", SHORT) for number in range(4)}
     boarded = core.scheduler.sequences.requests.open_of("last")[0]
@@ -177,25 +177,25 @@ def short_beside_long(llm: LLM, longs: int, prompt: int) -> dict[str, float]:
         watch.step()
         for name, at in watch.last.items():
             first.setdefault(name, at)
-    waited = time.perf_counter() - came
+    waited = time.perf_counter() - arrived
     until("last", *shorts)
     core.run_until_idle()
     return {
         "short_alone_s": first["alone"] - alone,
         "short_first_token_s": max(first[name] - at for name, at in shorts.items()),
-        "last_long_first_token_s": first["last"] - came,
-        "predicted_wait_s": told,
+        "last_long_first_token_s": first["last"] - arrived,
+        "predicted_wait_s": predicted_s,
         "wait_s": waited,
     }
 
 
-#: A CPU's steps in milliseconds: those that only decode, by their rows; 21 ms and 0.32 ms a row
-#: for those with prompts, 20 ns for each query-key pair.
+#: Step times of a CPU in milliseconds: decode-only steps by their rows; steps with prompts take
+#: 21 ms and 0.32 ms a row, and 20 ns for each query-key pair.
 DECODE_MS = {1: 10, 4: 16, 8: 20, 16: 24, 32: 38}
 
 
 def cpu() -> tuple[EngineShape, StepTimes]:
-    """32 seats and 512 rows."""
+    """A CPU with 32 seats and 512 rows."""
     table = StepTable(
         [Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
         + [Curve(rows, 32, 0.021, per_prompt=3.2e-4, per_pair=2e-8) for rows in (64, 128, 256, 512)]
@@ -205,7 +205,7 @@ def cpu() -> tuple[EngineShape, StepTimes]:
 
 
 def h100() -> tuple[EngineShape, StepTimes]:
-    """An 8B model in bfloat16, 256 seats and 2,048 rows."""
+    """An 8B model in bfloat16 on an H100, with 256 seats and 2,048 rows."""
     buckets = Buckets.of(max_seats=256, token_budget=2048, on_device=True)
     shape = EngineShape(limits(256, 32768), buckets, 6062, 64)
     return shape, Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])
@@ -222,14 +222,14 @@ def limits(seats: int, context: int) -> SchedulerLimits:
     )
 
 
-#: Engine and steps; tokens of a long prompt; prompt rows that it computes in a second.
+#: By machine: engine and steps; tokens of a long prompt; prompt rows computed in a second.
 MACHINES = {"CPU": (cpu, 3000, 2300), "H100": (h100, 16000, 25000)}
-#: Share of the requests that have long prompts, by load.
+#: Share of the requests with long prompts, by load.
 LOADS = {"long": 0.9, "mixed": 0.3, "short": 0.1}
 
 
 def load(long_share: float, long: int, rows_s: float) -> list[Arrival]:
-    """200 requests at 0.8 of so many prompt rows a second; long prompts of half to one and a half
+    """200 requests at 0.8 of `rows_s` prompt rows a second; long prompts of half to one and a half
     times `long` tokens, others of 20 to 99.
     """
     rng = np.random.default_rng(1)
@@ -245,8 +245,8 @@ def load(long_share: float, long: int, rows_s: float) -> list[Arrival]:
 
 
 def simulated(arrivals: list[Arrival], shape: EngineShape, table: StepTimes) -> dict[str, Any]:
-    """Seconds to the first token of short prompts and of long ones, to the end of the latter, and
-    the mean wait before boarding, predicted and real, of those who wait.
+    """Seconds to the first token of short and of long prompts, to the end of the long ones, and the
+    mean predicted and real waits before boarding of the requests that wait.
     """
     device = VirtualDevice(table)
     core = device.new_core(shape)
@@ -280,7 +280,7 @@ def simulated(arrivals: list[Arrival], shape: EngineShape, table: StepTimes) -> 
 
 
 def all_simulated() -> dict[str, Any]:
-    """By machine, load and order."""
+    """Results by machine, load and order."""
     figures: dict[str, Any] = {}
     for machine, (make, long, rows_s) in MACHINES.items():
         shape, table = make()
@@ -295,8 +295,8 @@ def all_simulated() -> dict[str, Any]:
 
 
 def zen5() -> tuple[EngineShape, StepTimes]:
-    """As `cpu`, with the steps of SmolLM2-135M on two cores of a Zen 5: 8.4 ms and 0.31 ms a row
-    for those with prompts.
+    """The CPU of `cpu` with the steps of SmolLM2-135M on two cores of a Zen 5: 8.4 ms and 0.31 ms a
+    row for those with prompts.
     """
     decode_ms = {1: 8, 4: 9, 8: 10.5, 16: 13, 32: 17}
     table = StepTable(
@@ -310,14 +310,14 @@ def zen5() -> tuple[EngineShape, StepTimes]:
     return replace(shape, pages=16_385), table
 
 
-#: Speed that steps may lose, and short prompts in a second.
+#: Shares of speed that steps may lose, and short prompts a second.
 LOSSES, SHORTS_S = (0.0, 0.02, 0.06, 0.08, 0.12, 0.3), 1.8
 
 
 def simulated_runs(
     shape: EngineShape, table: StepTimes, arrivals: list[Arrival]
 ) -> list[tuple[Arrival, float, float]]:
-    """(arrival, its first token, its end), virtual seconds."""
+    """(arrival, first token, end) of each request, in virtual seconds."""
     requests = simulate(sorted(arrivals, key=lambda each: each.at), shape, table).requests
     by_time = sorted(requests, key=lambda each: each.number)
     arrivals = sorted(arrivals, key=lambda each: each.at)
@@ -328,7 +328,7 @@ def simulated_runs(
 
 
 def frontier() -> dict[str, dict[str, float]]:
-    """By machine and loss."""
+    """Results by machine and share of speed lost."""
     figures: dict[str, dict[str, float]] = {}
     for machine, make, long in (("CPU", zen5, 2300), ("H100", h100, 16000)):
         shape, table = make()
@@ -388,7 +388,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The figures of one part, by run."""
+    """The figures of one part of the benchmark, by run."""
     if args.part == "simulated":
         return all_simulated()
     if args.part == "frontier":

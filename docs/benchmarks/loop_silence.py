@@ -1,13 +1,13 @@
-"""How long a served engine says nothing while it makes its longest answers.
+"""Measures how long a served engine is silent while it makes its longest answers.
 
     python docs/benchmarks/loop_silence.py tiny-random --port 9100 [--seconds 20] [--history 8000]
 
-One thread asks /livez over and over and others read streams, while a process of its own sends the
-worst there is: prompts scored with 20 alternatives a token, the largest bodies, and the page's long
-answers with thousands of requests to tell of. A silence is the time until /livez answers, and
-between two events of a stream; the engine's own steps are part of the latter, so compare it with
-the quiet case. Whatever else runs on the machine adds to both. Not to the last column: how much
-of its CPU the server's thread spends in one turn of its event loop.
+One thread requests /livez over and over and others read streams, while a separate process sends the
+heaviest requests: prompts scored with 20 alternatives a token, the largest bodies, and the page's
+long answers about thousands of requests. A silence is the time until /livez answers, or between two
+events of a stream; the latter includes the engine's own steps, so compare it with the quiet case.
+Other work on the machine makes both longer, but not the last column: the CPU time of the server's
+thread in one turn of its event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jitney.engine.common.machine import cpu_name
 _PAUSE_S = 0.002
 _SCORED_PROMPT = 2000
 _JSON = {"content-type": "application/json"}
-#: Begins the line in which a server tells of the turns of its loop since the last time.
+#: Start of the line in which a server reports the turns of its loop since the last report.
 _TURNS = "TURNS "
 _PAGE = (
     "/dashboard/trace?from=0",
@@ -52,18 +52,18 @@ _PAGE = (
 
 @dataclass(frozen=True)
 class Server:
-    """Where and how to ask."""
+    """A client of the server under test."""
 
     address: str
     model: str = ""
-    #: Tokens of a prompt and its answer.
+    #: Tokens of a prompt plus its answer.
     context: int = 0
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.address, timeout=600)
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body."""
+        """Status and body of the answer to a GET."""
         return self._ask("GET", path, None)
 
     def complete(self, **fields: Any) -> tuple[int, bytes]:
@@ -83,7 +83,7 @@ class Server:
 
 @dataclass
 class Silences:
-    """Seconds."""
+    """Measured silences in seconds."""
 
     probes: list[float] = field(default_factory=list)
     streams: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Silences:
 
 
 class _TimedSelector(selectors.DefaultSelector):
-    """Between two waits for events lies one turn of the loop."""
+    """A selector that times turns of the loop: the time between two waits for events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class _TimedSelector(selectors.DefaultSelector):
 
 
 def serve(arguments: list[str]) -> int:
-    """`jitney serve` in this process; tells of its loop's turns at each SIGUSR1."""
+    """`jitney serve` in this process; reports the turns of its loop at each SIGUSR1."""
     from jitney.engine.cli import main as jitney
 
     selector = _TimedSelector()
@@ -119,8 +119,8 @@ def serve(arguments: list[str]) -> int:
 
     def report(*_: object) -> None:
         turns, selector.turns = selector.turns, []
-        told = [float(len(turns)), *np.quantile(turns or [0.0], [0.5, 0.99, 0.999, 1.0])]
-        print(_TURNS + json.dumps(told), flush=True)
+        figures = [float(len(turns)), *np.quantile(turns or [0.0], [0.5, 0.99, 0.999, 1.0])]
+        print(_TURNS + json.dumps(figures), flush=True)
 
     signal.signal(signal.SIGUSR1, report)
     asyncio.set_event_loop_policy(Policy())
@@ -140,15 +140,15 @@ def _turns_of(process: subprocess.Popen[str]) -> list[float]:
 def _probe(server: Server, stop: threading.Event, silences: Silences) -> None:
     connection = server.connect()
     while not stop.wait(_PAUSE_S):
-        asked = time.perf_counter()
+        started = time.perf_counter()
         connection.request("GET", "/livez")
         connection.getresponse().read()
-        silences.probes.append(time.perf_counter() - asked)
+        silences.probes.append(time.perf_counter() - started)
     connection.close()
 
 
 def _read_streams(server: Server, stop: threading.Event, silences: Silences) -> None:
-    """One stream after another."""
+    """Read one stream after another until stopped."""
     body = {"model": server.model, "prompt": [5], "stream": True, "ignore_eos": True}
     data = json.dumps(body | {"max_tokens": server.context - 8})
     while not stop.is_set():
@@ -179,7 +179,7 @@ def _scored_length(server: Server) -> int:
 
 
 def _send_large(server: Server) -> None:
-    """A megabyte of token ids, of which admission may refuse some; and text that is too long."""
+    """Send a megabyte of token ids, which admission may refuse, and a text that is too long."""
     length = server.context - 2
     prompts = [
         [3 + place % 6 for place in range(length)] for _ in range(min(128, 500_000 // length))
@@ -203,7 +203,7 @@ def _expect(wanted: int, status: int, body: bytes) -> None:
 
 
 def _fill_history(server: Server, count: int) -> None:
-    """So many short requests."""
+    """Send `count` short requests."""
     with ThreadPoolExecutor(16) as threads:
         work = [threads.submit(server.complete, prompt=[7, 8], max_tokens=2) for _ in range(count)]
         for each in work:
@@ -212,7 +212,7 @@ def _fill_history(server: Server, count: int) -> None:
 
 @contextmanager
 def _beside(send: Callable[[Server], None] | None, server: Server) -> Iterator[None]:
-    """A process that sends, while the block runs."""
+    """A process that sends requests while the block runs."""
     if send is None:
         yield
         return

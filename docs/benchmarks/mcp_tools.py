@@ -1,11 +1,10 @@
-"""How much of the schemas of public MCP servers a forced call is held to.
+"""Measures how much of the schemas of public MCP servers constrains a forced call.
 
     python docs/benchmarks/mcp_tools.py TOOLS.json
 
 TOOLS.json has each server's answer to `tools/list` (Model Context Protocol, 2025-06-18): an object
-of lists of tools by the server's name. All tools of a server come as those of one request that must
-call and is not strict, and then all tools of all servers. The table goes into
-docs/structured_output.md.
+of lists of tools by the server's name. All tools of a server are sent in one request that must call
+and is not strict, and then all tools of all servers. The table goes into docs/structured_output.md.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from jitney.engine.server.chat.conversation.formats import TurnFormat
 from jitney.engine.server.chat.conversation.grammars import Turn
 from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
 
-#: Tools of one request.
+#: Most tools of one request.
 MOST_TOOLS = 128
 VOCABULARY = 50_000
 
 
 class Row(NamedTuple):
-    """One request's tools."""
+    """Figures of one request's tools."""
 
     server: str
     tools: int
@@ -43,8 +42,8 @@ class Row(NamedTuple):
 
 
 def row(checker: Checker, server: str, tools: list[dict[str, Any]]) -> Row:
-    made = [Tool(tool["name"], tool.get("description"), tool["inputSchema"]) for tool in tools]
-    use = ToolUse.of(made, "required", None, parallel=True)
+    parsed = [Tool(tool["name"], tool.get("description"), tool["inputSchema"]) for tool in tools]
+    use = ToolUse.of(parsed, "required", None, parallel=True)
     grammar = Turn(TurnFormat.of(""), "", {}).grammar(use, None)
     assert grammar is not None  # the turn is forced
     started = time.perf_counter()
