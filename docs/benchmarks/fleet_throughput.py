@@ -161,7 +161,7 @@ def main() -> None:
         seats = ", ".join(f"{each.seats / each.steps:.2f}" for each in several)
         print(
             f"{streams} streams an engine: {measured:.2f} tokens a step of {ideal:.2f}: "
-            f"{measured / ideal:.3f}; by the steps of each {_sum_of_each(several) / expected:.3f}; "
+            f"{measured / ideal:.3f}; by the steps of each {_sum_of_each(several) / ideal:.3f}; "
             f"seats taken {seats} ({one[0].seats / one[0].steps:.2f} alone); steps {steps}"
         )
 

@@ -1,8 +1,8 @@
-"""Memory of a running process by cause, written from the inside: `soak.py --serve` starts it in the
-server's process and in its core.
+"""Records the memory of a running process by cause, from inside it: `soak.py --serve` starts this
+probe in the server's process and in its core.
 
-A thread forks every LOOK_S, and the fork writes what the process holds, so that looking changes
-nothing that is looked at. Each look is a file `NAME-NUMBER.json` in the folder MEMORY_LOOKS.
+A thread forks every LOOK_S, and the fork counts and writes the process's memory, so that counting
+does not change the figures. Each look is a file `NAME-NUMBER.json` in the folder MEMORY_LOOKS.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 #: Seconds between two looks; allocations are traced from the look TRACED_FROM on.
 LOOK_S, TRACED_FROM = 300.0, 2
-#: So many types and allocating lines of a look are kept, the largest.
+#: Most types and most allocating lines stored for a look, the largest first.
 _MOST = 400
-#: Containers that hold fewer are left out, and arrays of fewer bytes.
+#: Containers with fewer entries are left out, and arrays of fewer bytes.
 _FEW, _LARGE = 100, 1 << 20
 _NAMES = {"serve": "server", "jitney.engine.server.process.main": "core"}
 #: The fields of glibc's `struct mallinfo2`.
@@ -50,12 +50,12 @@ def resident_bytes() -> dict[str, int]:
 
 
 def _containers(objects: list[Any]) -> dict[str, tuple[int, int]]:
-    """Functions with a cache, deques, and what drops the oldest: how much each holds, and its bound
-    (0: none of its own).
+    """(entries, most entries or 0 without a bound of its own) of functions with a cache, deques,
+    ordered dicts and LRU caches.
     """
-    held: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for one in objects:
-        # Not isinstance, which asks proxies of what is gone.
+        # Not isinstance: weak proxies of deleted objects raise.
         if type(one) is _lru_cache_wrapper:
             info = one.cache_info()
             size, most = info.currsize, info.maxsize or 0
@@ -69,12 +69,12 @@ def _containers(objects: list[Any]) -> dict[str, tuple[int, int]]:
         else:
             continue
         if size >= _FEW:
-            held[f"{type(one).__qualname__} {owner} {len(held)}"] = (size, most)
-    return held
+            sizes[f"{type(one).__qualname__} {owner} {len(sizes)}"] = (size, most)
+    return sizes
 
 
 def _resident(array: Any) -> int:
-    """Bytes of an array's pages that are in memory: of one made of zeros only those written to."""
+    """Bytes of an array's pages in memory: of an array of zeros only those already written to."""
     page = os.sysconf("SC_PAGE_SIZE")
     start = array.ctypes.data // page * page
     pages = -(-(array.ctypes.data + array.nbytes - start) // page)
@@ -84,8 +84,8 @@ def _resident(array: Any) -> int:
 
 
 def _arrays(objects: list[Any]) -> dict[str, tuple[int, int]]:
-    """numpy's large arrays, which are no objects of their own to the collector: bytes in memory, of
-    how many.
+    """(bytes in memory, all bytes) of numpy's large arrays, which the garbage collector does not
+    track itself.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -102,9 +102,9 @@ def _arrays(objects: list[Any]) -> dict[str, tuple[int, int]]:
 
 
 def _write_look(file: Path, look: dict[str, Any]) -> None:
-    """In a fork: add to the look what takes long to count, and write it."""
+    """In a fork: add the figures that take long to count, and write the look."""
     libc = ctypes.CDLL(None)
-    # Sockets of the parent, which would stay open as long as this process has them.
+    # Close the parent's sockets, which would stay open as long as this process has them.
     os.closerange(3, 4096)
     before = resident_bytes()["RssAnon"]
     libc.malloc_trim(0)
@@ -112,7 +112,7 @@ def _write_look(file: Path, look: dict[str, Any]) -> None:
     if tracemalloc.is_tracing():
         traces = tracemalloc.take_snapshot().statistics("lineno")[:_MOST]
         look["lines"] = {str(one.traceback): (one.size, one.count) for one in traces}
-    gc.unfreeze()  # what is there from the start is not looked at in the parent
+    gc.unfreeze()  # the parent froze the objects from its start
     objects = gc.get_objects()
     look["containers"] = _containers(objects) | _arrays(objects)
     look["types"] = dict(
@@ -135,7 +135,7 @@ def _look_again_and_again(name: str, folder: Path, began: float) -> None:
         look = {
             "seconds": time.monotonic() - began,
             **resident_bytes(),
-            # In use and free, of the allocator's arenas and of its own mappings.
+            # Bytes in use and free, of the allocator's arenas and of its own mappings.
             "malloc_used": info.uordblks + info.hblkhd,
             "malloc_free": info.fordblks,
             "python_blocks": sys.getallocatedblocks(),
@@ -156,7 +156,7 @@ def _look_again_and_again(name: str, folder: Path, began: float) -> None:
 
 
 def start() -> None:
-    """Begin to look, if this process is one of those that are watched."""
+    """Start the probe if this process is one of those to watch."""
     folder = os.environ.get("MEMORY_LOOKS")
     names = [name for word, name in _NAMES.items() if word in sys.orig_argv]
     if folder and names:

@@ -1,4 +1,4 @@
-"""Takes into model_families.json the logits that the tests of model families compared.
+"""Adds the logit differences measured by the tests of model families to model_families.json.
 
     JITNEY_TEST_COMPILE=1 python -m pytest -n 0 tests/engine/core/models/test_numerics.py \\
       -k transformers --junitxml build/families.xml
@@ -7,9 +7,9 @@
 
 Greedy answers come from greedy_families.json.
 
-Cases that the file of results lacks stay as they are; one that failed is taken out. The table of
-docs/models.md has a row for every architecture that is served, with the names of the JSON's
-`names` where it has some, so a new family is in it as soon as `tables.py` runs.
+Cases without a result in the XML file stay as they are; failed cases are removed. The table of
+docs/models.md has a row for every supported architecture, with the names of the JSON's `names`
+where it has some, so a new family is in it as soon as `tables.py` runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HEADS = (
 
 
 def taken_up(proved: Mapping[str, Any], results: ElementTree.Element) -> dict[str, Any]:
-    """The cases as `proved` has them, with those of a file of pytest's results."""
+    """The cases of `proved`, updated with pytest's results (a JUnit XML file)."""
     cases = {name: dict(case) for name, case in proved.items()}
     for suite in results.iter("testsuite"):
         for test in suite.iter("testcase"):
@@ -86,7 +86,7 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrappers_of(architecture: str) -> Iterator[str]:
-    """Architectures of models that also see, of which this is the text model."""
+    """Architectures of vision models with this text model."""
     for wrapper, texts in WRAPPERS.items():
         if architecture in texts.values():
             yield wrapper
@@ -96,15 +96,15 @@ def _proved(
     proved: Mapping[str, Any], greedy: Mapping[str, Any]
 ) -> defaultdict[str, list[dict[str, Any]]]:
     """Facts of the cases of each architecture: logits, and rows of greedy answers by kernel set."""
-    found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    facts_of: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for name, case in json.loads(REFERENCE.read_text())["cases"].items():
         facts = proved.get(name, {}) | {"greedy": greedy.get(name, [])}
-        found[case["config"]["architectures"][0]].append(facts)
-    return found
+        facts_of[case["config"]["architectures"][0]].append(facts)
+    return facts_of
 
 
 def _figures(cases: list[dict[str, Any]]) -> tuple[str, str]:
-    """Logits and greedy tokens of an architecture's cases; of the kernel set with fewest equal."""
+    """Logits and greedy tokens of an architecture's cases, for the kernel set with fewest equal."""
     logits = [case["logits"] for case in cases if "logits" in case]
     rows = [min(case["greedy"], key=lambda row: row["equal"]) for case in cases if case["greedy"]]
     apart = [row["logprobs"] for case in cases for row in case["greedy"]]
@@ -124,20 +124,20 @@ def _kernels(cases: list[dict[str, Any]]) -> Iterator[str]:
 
 def _compiled() -> defaultdict[str, dict[str, None]]:
     """Devices for which steps of a model of each architecture are compiled."""
-    found: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    devices: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for step in json.loads((HERE / "compiled_programs.json").read_text()):
         target, model, *_ = step["program"].split()
-        found[SHAPES[model].architecture][target] = None
-    return found
+        devices[SHAPES[model].architecture][target] = None
+    return devices
 
 
 def _ran_on() -> defaultdict[str, list[str]]:
     """Devices on which a model of each architecture has run."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    devices: defaultdict[str, list[str]] = defaultdict(list)
     for file in sorted(HERE.glob("device_*.json")):
         report = json.loads(file.read_text())
-        found[SHAPES[report["shape"]].architecture].append(report["about"]["device"])
-    return found
+        devices[SHAPES[report["shape"]].architecture].append(report["about"]["device"])
+    return devices
 
 
 def main() -> None:

@@ -1,15 +1,14 @@
-"""What clients get of a server that ten times too many come to.
+"""Measures what clients get from a server under ten times the load that it can serve.
 
     python docs/benchmarks/overload.py [--model tiny-random] [--minutes 5] [--load 10]
         [--max-wait-s 5] [--json FILE]
 
-Starts `jitney serve`, measures how many requests a second it serves when it is full, and sends
-random requests on their own time (an open loop): first at 0.9 of that, then at `--load` times of
-it, each for so many minutes. Whoever is answered 429 comes back when Retry-After-Ms says, at most
-five times.
-Prints for both the time to the first token of those who were taken (from the moment they came), the
-time to a refusal, the share that got no answer at all, the share of those who came back when told
-to and were taken, and the server's memory at the start and the end, with how fast it grew.
+Starts `jitney serve`, measures its capacity (requests a second when it is full), and sends requests
+at random times in an open loop: first at 0.9 of the capacity, then at `--load` times of it, each
+for `--minutes`. A client that gets a 429 comes back after Retry-After-Ms, at most five times.
+Prints for both phases the time to the first token of accepted requests (from their arrival), the
+time to a refusal, the share of requests without any answer, the share of returning clients that
+were accepted, and the server's memory at the start and the end, with its growth.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from jitney.engine.common.machine import cpu_name
 
 #: Lengths of prompts and answers, tokens.
 PROMPT, OUTPUT = (8, 64), (60, 180)
-#: Seconds in which the capacity is measured, after as many in which nothing is counted.
+#: Seconds in which the capacity is measured, after a warm-up of the same length.
 CAPACITY_S = 20.0
-#: Requests open at a time while it is, as a multiple of the seats.
+#: Requests open at a time during the capacity measurement, as a multiple of the seats.
 CROWD = 2
-#: Times that a client comes back at most.
+#: Most times that a client comes back.
 RETURNS = 5
-#: Seconds between two looks at memory.
+#: Seconds between two memory samples.
 LOOK_S = 5.0
-#: Share of a phase in which caches fill, which counts for no slope.
+#: Share of a phase in which caches fill, left out of the slope of memory growth.
 WARM_UP = 0.2
-#: Seconds that an answer may take.
+#: Most seconds that an answer may take.
 ANSWER_S = 300.0
 
 
@@ -53,23 +52,23 @@ class Try:
     """One request sent."""
 
     came: float  # time.monotonic()
-    returned: bool  # it was told to come now
+    returned: bool  # a refused client came back
     status: int = 0  # of the answer; 0: none
-    first_token_s: float | None = None  # since it came
-    answered_s: float = 0.0  # since it came, to the end of the answer's head
+    first_token_s: float | None = None  # since the request was sent
+    answered_s: float = 0.0  # from sending to the end of the response's head
     whole: bool = False
-    retry_after_s: float = 0.0  # what it was told
+    retry_after_s: float = 0.0  # from the header Retry-After-Ms
 
 
 @dataclass
 class Phase:
-    """What clients saw while so many came."""
+    """Measurements of clients at one load."""
 
     name: str
-    load: float  # requests that came anew, a second
+    load: float  # new requests a second
     ended: float = 0.0  # time.monotonic() of the last arrival
     tries: list[Try] = field(default_factory=list)
-    late_s: list[float] = field(default_factory=list)  # how long after their time they were sent
+    late_s: list[float] = field(default_factory=list)  # delay of sending after the scheduled time
     memory: list[tuple[float, float, float]] = field(default_factory=list)  # s; MB server, core
 
     def taken(self) -> list[Try]:
@@ -79,24 +78,24 @@ class Phase:
         return [one for one in self.tries if one.returned]
 
     def first_token_s(self, share: float) -> float:
-        """A quantile over those who were taken."""
+        """A quantile of the time to the first token of accepted requests."""
         times = [one.first_token_s for one in self.taken() if one.first_token_s is not None]
         return float(np.quantile(times, share)) if times else float("nan")
 
     def refused_s(self, share: float) -> float:
-        """The same of those who were refused, to the refusal."""
+        """A quantile of the time to the refusal of refused requests."""
         times = [one.answered_s for one in self.tries if one.status == 429]
         return float(np.quantile(times, share)) if times else float("nan")
 
     def growth_mb(self) -> float:
-        """How fast the server's and the core's memory grew, MB an hour."""
+        """Growth of the server's and the core's memory, MB an hour."""
         warm = np.array(self.memory[int(WARM_UP * len(self.memory)) :])
         if len(warm) < 3:
             return float("nan")
         return float(np.polyfit(warm[:, 0] / 3600, warm[:, 1] + warm[:, 2], 1)[0])
 
     def reset(self) -> float:
-        """Share of the requests that got no answer at all."""
+        """Share of the requests without any answer."""
         return sum(one.status == 0 for one in self.tries) / max(1, len(self.tries))
 
     def as_json(self) -> dict[str, Any]:
@@ -146,7 +145,7 @@ async def ask(server: Server, body: dict[str, Any], *, returned: bool = False) -
             one.status, one.answered_s = answer.status_code, time.monotonic() - one.came
             one.retry_after_s = float(answer.headers.get("retry-after-ms", 0)) / 1000
             async for piece in answer.aiter_bytes():
-                if one.first_token_s is None and b"data:" in piece:  # no sign of life
+                if one.first_token_s is None and b"data:" in piece:  # not a keep-alive comment
                     one.first_token_s = time.monotonic() - one.came
                 one.whole = piece.endswith(b"data: [DONE]\n\n")
     except (httpx.HTTPError, TimeoutError):
@@ -176,7 +175,7 @@ async def capacity(server: Server, seats: int, seconds: float) -> float:
 
 
 async def come(server: Server, phase: Phase, body: dict[str, Any]) -> None:
-    """One client: it comes, and again whenever it is told to before the phase is over."""
+    """One client: it sends a request, and again after each 429 while the phase lasts."""
     one = await ask(server, body)
     phase.tries.append(one)
     for _ in range(RETURNS):
@@ -188,7 +187,7 @@ async def come(server: Server, phase: Phase, body: dict[str, Any]) -> None:
 
 
 async def run_phase(server: Server, name: str, load: float, seconds: float, seed: int) -> Phase:
-    """So many come a second, each on its own time."""
+    """Send requests at random times, `load` a second on average, each by a client of its own."""
     phase = Phase(name, load, ended=time.monotonic() + seconds)
     looking = asyncio.create_task(look(server, phase))
     draw, source = random.Random(seed), bodies(server.model, seed)
@@ -204,7 +203,7 @@ async def run_phase(server: Server, name: str, load: float, seconds: float, seed
 
 
 async def look(server: Server, phase: Phase) -> None:
-    """Note the memory now and then."""
+    """Sample the memory every LOOK_S."""
     started = time.monotonic()
     while True:
         server_mb = server.process.memory_info().rss / 1e6
@@ -214,24 +213,24 @@ async def look(server: Server, phase: Phase) -> None:
 
 
 def show(phase: Phase) -> None:
-    found = phase.as_json()
-    server, core = zip(*found["memory_mb"], strict=True)
+    facts = phase.as_json()
+    server, core = zip(*facts["memory_mb"], strict=True)
     back = "-"
-    if found["returned"]:
-        share = found["returned_and_taken"] / found["returned"]
-        back = f"{share:.1%} of {found['returned']:,}"
+    if facts["returned"]:
+        share = facts["returned_and_taken"] / facts["returned"]
+        back = f"{share:.1%} of {facts['returned']:,}"
     print(
-        f"| {phase.name} | {phase.load:.1f} | {found['came']:,} | {found['taken']:,} | "
-        f"{found['first_token_p50_s']:.2f} / {found['first_token_p99_s']:.2f} | "
-        f"{found['refused_p99_s']:.2f} / {found['refused_last_s']:.2f} | {found['reset']:.1%} | "
+        f"| {phase.name} | {phase.load:.1f} | {facts['came']:,} | {facts['taken']:,} | "
+        f"{facts['first_token_p50_s']:.2f} / {facts['first_token_p99_s']:.2f} | "
+        f"{facts['refused_p99_s']:.2f} / {facts['refused_last_s']:.2f} | {facts['reset']:.1%} | "
         f"{back} | "
         f"{server[0]:.0f} + {core[0]:.0f} | {server[1]:.0f} + {core[1]:.0f} | "
-        f"{found['growth_mb_per_h']:+.0f} | {1e3 * found['sent_late_p99_s']:.0f} |",
+        f"{facts['growth_mb_per_h']:+.0f} | {1e3 * facts['sent_late_p99_s']:.0f} |",
         flush=True,
     )
-    others = {status: n for status, n in found["statuses"].items() if status not in (200, 429)}
-    if others or found["taken_not_whole"]:
-        print(f"  other answers: {others}; cut off: {found['taken_not_whole']}", flush=True)
+    others = {status: n for status, n in facts["statuses"].items() if status not in (200, 429)}
+    if others or facts["taken_not_whole"]:
+        print(f"  other answers: {others}; cut off: {facts['taken_not_whole']}", flush=True)
 
 
 async def measure(args: argparse.Namespace) -> list[Phase]:

@@ -1,14 +1,14 @@
-"""Figures and cost of the page under load, beside /metrics and the clients' own measurements.
+"""Checks figures and cost of the page under load, beside /metrics and the clients' measurements.
 
     python docs/benchmarks/page_checks.py [--model smollm2-135m] [--clients 132] [--seconds 30]
 
-Starts `jitney serve` and so many clients, more than seats. Measured: the first paint with live
+Starts `jitney serve` and `--clients` clients, more than seats. Measures the first paint with live
 figures and the bytes until then; figures of the page beside /metrics and clients over the same
-seconds; CPU time of the server with five viewers and without; how soon 39 refusals are told of; and
-whether a page that is opened an hour later (the store's times are moved back by an hour) shows when
-the core was killed, and who sat where; how soon Escape in the chat frees a seat beside clients that
-take all other seats. Run it on a machine that does nothing else. --only: of paint, figures,
-viewers, refusals, hour and stop.
+seconds; CPU time of the server with five viewers and without; how soon the page shows 39 refusals;
+whether a page opened an hour later (the store's times are moved back by an hour) shows when the
+core was killed, and which requests had which seats; and how soon Escape in the chat frees a seat
+beside clients that take all other seats. Run it on an otherwise idle machine. --only: of paint,
+figures, viewers, refusals, hour and stop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jitney.engine.common.machine import cpu_name
 _SEATS, _VIEWERS, _REFUSED = 24, 5, 39
 #: Seconds in which refused requests are refused.
 _TOLD_S = 1.0
-#: Times that the page is opened, and chats that are stopped.
+#: Number of times that the page is opened, and of chats that are stopped.
 _OPENED, _CHATS = 7, 30
 _WARM_UP_S, _EVERY_S = 40.0, 0.5
 _HOUR_S, _SOON_MS = 3600.0, 100
@@ -50,7 +50,7 @@ def read():
 for _ in range(int(sys.argv[2])): threading.Thread(target=read, daemon=True).start()
 sys.stdin.read()
 """
-#: The page's figures by their names.
+#: JavaScript that returns the page's figures by their names.
 _FIGURES = """() => {
     const text = (box, part) => box.querySelector(part).textContent;
     const boxes = [...document.querySelectorAll("#figures .figure")];
@@ -58,14 +58,14 @@ _FIGURES = """() => {
 }"""
 
 
-#: The figures that a loaded engine always has are on the screen.
+#: JavaScript that checks that the figures that a loaded engine always has are on the screen.
 _ALL_LIVE = """() => document.body?.dataset.state === "live"
     && [...document.querySelectorAll("#figures .value")].slice(0, 5)
         .every((one) => one.textContent !== "–")"""
 
 
 def first_paint(chromium: Browser, url: str) -> None:
-    """Print how long the page took to show live figures, of some openings, and the bytes then."""
+    """Print the time until the page shows live figures, over several openings, and the bytes."""
     opened = [open_once(chromium, url) for _ in range(_OPENED)]
     times, sizes = zip(*opened, strict=True)
     each = ", ".join(f"{seconds:.2f}" for seconds in times)
@@ -106,12 +106,12 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def number(text: str) -> float:
-    """A figure of the page in the unit of seconds, tokens, or a share of 100."""
-    found = re.match(r"([\d.,]+)\s*(µs|ms|s|min)?", text.replace("\xa0", " "))
-    if found is None:
+    """A figure of the page as a number: in seconds, tokens, or percent."""
+    match = re.match(r"([\d.,]+)\s*(µs|ms|s|min)?", text.replace("\xa0", " "))
+    if match is None:
         return float("nan")
-    scale = {"µs": 1e-6, "ms": 1e-3, "min": 60.0}.get(found[2] or "", 1.0)
-    return float(found[1].replace(",", "")) * scale
+    scale = {"µs": 1e-6, "ms": 1e-3, "min": 60.0}.get(match[2] or "", 1.0)
+    return float(match[1].replace(",", "")) * scale
 
 
 def compare(chromium: Browser, server: Server, clients: Clients, seconds: float) -> None:
@@ -163,14 +163,14 @@ def viewers(url: str, count: int) -> Iterator[None]:
 
 
 def cpu_share(server: Server, seconds: float) -> float:
-    """CPU seconds a second of the server's own process."""
+    """CPU seconds per second of the server's own process."""
     before = server.cpu_s()
     time.sleep(seconds)
     return (server.cpu_s() - before) / seconds
 
 
 def cost_of_viewers(server: Server, seconds: float) -> None:
-    """Print what viewers cost, beside the same seconds before and after without any."""
+    """Print the CPU cost of viewers, beside the same time before and after without any."""
     alone = cpu_share(server, seconds)
     with viewers(server.url, _VIEWERS):
         watched = cpu_share(server, seconds)
@@ -182,7 +182,7 @@ def cost_of_viewers(server: Server, seconds: float) -> None:
 
 
 def refusals(chromium: Browser, server: Server) -> None:
-    """Print how soon the page tells of requests that were refused."""
+    """Print how soon the page shows refused requests."""
     page = opened(chromium, server)
     refused: list[float] = []
 
@@ -196,7 +196,7 @@ def refusals(chromium: Browser, server: Server) -> None:
         for _ in range(_REFUSED):
             pool.submit(ask)
         page.wait_for_function("() => /turned away/.test(document.body.textContent)")
-        time.sleep(_TOLD_S)  # the rest is refused meanwhile, but for those that find room
+        time.sleep(_TOLD_S)  # the others are refused meanwhile, or board
         page.wait_for_function(
             """(least) => Number(/(\\d+) requests? w\\w+ turned away/.exec(
                 document.body.textContent)?.[1] ?? 0) >= least""",
@@ -208,12 +208,12 @@ def refusals(chromium: Browser, server: Server) -> None:
 
 
 def an_hour_passes(folder: Path) -> None:
-    """Move what the server kept back by an hour."""
+    """Move the stored times of the server back by an hour."""
     for name in ("incidents", "history"):
         with contextlib.closing(sqlite3.connect(folder / f"data/{name}/{name}.sqlite3")) as store:
             tables = ("incidents",) if name == "incidents" else ("bins", "requests")
             for table in tables:
-                # In two moves: times are unique.
+                # In two updates, since times are unique.
                 store.execute(f"UPDATE {table} SET t = -t - ?", (-_HOUR_S,))
                 store.execute(f"UPDATE {table} SET t = -t")
             if name == "history":
@@ -224,7 +224,7 @@ def an_hour_passes(folder: Path) -> None:
 
 
 def look_back(chromium: Browser, server: Server) -> None:
-    """Print what a page that is opened an hour later tells of the killed core."""
+    """Print what a page opened an hour later shows of the killed core."""
     page = chromium.new_page(viewport=_WIDE)  # type: ignore[arg-type]
     page.goto(server.url + "/dashboard/#incidents")
     line = page.locator("#kept li", has_text="outage").first
@@ -242,7 +242,7 @@ def look_back(chromium: Browser, server: Server) -> None:
 
 
 def stop_chats(chromium: Browser, server: Server) -> None:
-    """Print how soon stopped chats leave their seats. The server's clock is this process's, too."""
+    """Print how soon stopped chats leave their seats. The server has the clock of this process."""
     page = chromium.new_page(viewport=_WIDE)  # type: ignore[arg-type]
     page.goto(server.url + "/dashboard/#chat")
     address = server.url + "/dashboard/requests?limit=1000&search=chat-"
@@ -259,9 +259,9 @@ def stop_chats(chromium: Browser, server: Server) -> None:
         page.keyboard.press("Escape")
         ended: list[float] = []
         while len(ended) <= number:
-            page.wait_for_timeout(1000)  # a question takes time from the step
-            found = httpx.get(address, trust_env=False).json()["requests"]
-            ended = [one["finished"] for one in found if one["finished"] is not None]
+            page.wait_for_timeout(1000)  # each poll takes time from the step
+            rows = httpx.get(address, trust_env=False).json()["requests"]
+            ended = [one["finished"] for one in rows if one["finished"] is not None]
         times.append(1e3 * (max(ended) - began))
     late = sum(each > _SOON_MS for each in times)
     print(
@@ -301,7 +301,7 @@ def main() -> None:
                     if has("viewers"):
                         cost_of_viewers(server, args.seconds / 2)
                     if has("refusals"):
-                        refusals(chromium, server)  # last: refused clients come again and again
+                        refusals(chromium, server)  # last: refused clients retry without end
                     server.core().kill()
                     time.sleep(_WARM_UP_S)
             an_hour_passes(folder)

@@ -1,10 +1,10 @@
-"""Pictures of every view of the page, and of an engine that is idle, loaded, overloaded, restarted
-and dead, for the docs.
+"""Takes pictures for the docs: of every view of the page, and of an engine that is idle, loaded,
+overloaded, restarted and dead.
 
     python docs/benchmarks/page_pictures.py [URL] [--model smollm2-135m] [--out docs/images]
 
 Without a URL it starts a server of its own and clients that keep it busy, and ends within three
-minutes where programs are compiled already. With one it takes the views of that server as they are.
+minutes if the programs are compiled already. With a URL it takes the views of that server.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from playwright.sync_api import Browser, Page, TimeoutError
 from running import serving
 
 _SEATS, _WAITING = 24, 8
-#: Clients of a loaded engine, and of one that refuses some.
+#: Clients of a loaded engine, and of an overloaded engine that refuses some.
 _LOADED, _OVERLOADED = 26, 60
 _FLAGS = ("--max-seats", str(_SEATS), "--max-waiting-requests", str(_WAITING))
 _FLAGS += ("--max-restarts", "1")
 _WIDE = {"width": 1440, "height": 900}
 _NARROW = {"width": 390, "height": 844}
 _QUESTION = "Name three things that a bus driver checks before leaving, as a list."
-#: Charts of a view that the window shows.
+#: Charts of a view that fit in the window.
 _CHARTS = {
     "performance": ("rate", "queue", "ledger", "latency", "step", "ends"),
     "memory": ("pages", "hits", "tenant-pages"),
 }
-#: Milliseconds until a view shows figures of its own.
+#: Milliseconds that a view gets to settle, and most milliseconds until it shows figures.
 _SETTLE_MS, _PATIENCE_MS = 2500, 30_000
-#: Milliseconds until a killed engine's streams go on.
+#: Most milliseconds until a killed engine's streams continue.
 _RESTART_MS = 180_000
-#: Of WebP: letters stay sharp, and a picture stays below 150 kB.
+#: WebP quality: letters stay sharp, and a picture stays below 150 kB.
 _QUALITY = 85
 
 
@@ -71,7 +71,7 @@ def _views(page: Page) -> list[str]:
 
 
 def _open(page: Page, view: str) -> None:
-    """Go to a view, and wait until it shows something."""
+    """Open a view, and wait until it shows something."""
     page.click(f"#views a[href='#{view}']")
     try:
         if view == "chat":
@@ -87,9 +87,9 @@ def _open(page: Page, view: str) -> None:
 
 
 def _all_views(page: Page, pictures: Pictures) -> None:
-    """Every view of an engine under load, the overview also dark and narrow, and one story."""
+    """Every view of an engine under load, the overview also dark and narrow, and one request."""
     others = [view for view in _views(page) if view not in ("overview", "incidents")]
-    for view in [*others, "overview"]:  # which then has a minute of load
+    for view in [*others, "overview"]:  # last, so that it shows a minute of load
         _open(page, view)
         pictures.take(page, "light" if view == "overview" else view)
     page.click("#views a[href='#requests']")
@@ -123,7 +123,7 @@ def _own_server(chromium: Browser, pictures: Pictures, model: str) -> None:
             page.wait_for_timeout(2 * _SETTLE_MS)
             pictures.take(page, "overloaded")
             server.core().kill()
-            # On the incident's line, or on that of trouble.
+            # A button of the incident's line, or of the trouble line.
             page.wait_for_function(
                 "() => /flowed again/.test(document.body.textContent)", timeout=_RESTART_MS
             )

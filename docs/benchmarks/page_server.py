@@ -17,25 +17,25 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
 CHROMIUM = "/usr/bin/chromium"
 #: Tokens of prompts and answers.
 _PROMPT, _OUTPUT = (20, 120), (24, 120)
-#: Seconds before a refused client comes again.
+#: Seconds before a refused client sends again.
 _AGAIN_S = 0.5
 
 
 class Clients:
-    """Streams that ask again and again, from a thread of their own."""
+    """Clients that send streaming requests again and again, from a thread of their own."""
 
     def __init__(self, url: str):
         self._url = url + "/v1/completions"
         self._loop = asyncio.new_event_loop()
         self._draw = random.Random(0)
-        #: (when, seconds) of first tokens, and between tokens; time.monotonic().
+        #: (time.monotonic(), seconds) of first tokens, and of gaps between tokens.
         self.first_tokens: list[tuple[float, float]] = []
         self.gaps: list[tuple[float, float]] = []
         self.refused = 0
 
     @contextlib.contextmanager
     def asking(self, streams: int) -> Iterator[None]:
-        """So many streams are open as long as the block runs."""
+        """Keep `streams` streams open while the block runs."""
         thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         thread.start()
         work = asyncio.run_coroutine_threadsafe(self._ask_all(streams), self._loop)
@@ -91,7 +91,7 @@ def browser(executable: str = CHROMIUM) -> Iterator[Browser]:
 
 
 def wait_live(page: Page) -> None:
-    """Until the page shows the engine's figures of now."""
+    """Wait until the page shows the engine's live figures."""
     page.wait_for_function(
         """() => document.body.dataset.state === "live"
             && document.querySelector("#figures .value")?.textContent"""

@@ -1,15 +1,16 @@
-"""What quantised weights and KV cost in accuracy: perplexity of a model on tests/data/accuracy.txt.
+"""Measures what quantised weights and KV cost in accuracy: a model's perplexity on
+tests/data/accuracy.txt.
 
     python docs/benchmarks/perplexity.py [--model smollm2-135m] [--dtype float32] [--only int8,KV]
 
-The forward pass is the engine's own: its model, loaded in the scheme, its kernels, and pools of the
-KV type, the whole text as one prompt. Beside perplexity: the mean Kullback-Leibler divergence of
-the next-token distribution from that of the first row, and how often both name the same likeliest
-token.
+The forward pass is the engine's own: its model loaded in the scheme, its kernels, and pools of the
+KV type, with the whole text as one prompt. Beside perplexity: the mean Kullback-Leibler divergence
+of the next-token distribution from that of the first row, and how often both have the same most
+likely token.
 
-The default model's file holds most matrices in 4 bits already (Q4_1, groups of 32): "plain" are its
-numbers as floats, "as stored" the same numbers in 4 bits. The rows of int4 round those once more,
-to other levels, as making int4 from a checkpoint of floats would; a 4-bit file served with
+The default model's file stores most matrices in 4 bits already (Q4_1, groups of 32): "plain" uses
+these numbers as floats, "as stored" the same numbers in 4 bits. The rows of int4 round them once
+more, to other levels, as int4 made from a checkpoint of floats would; a 4-bit file served with
 `--weights int4` stays as stored.
 """
 
@@ -43,15 +44,15 @@ from jitney.kernels.select import select
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "tests" / "data" / "accuracy.txt"
-#: Rows whose logits are held at once: 256 rows of 49,152 words are 50 MB in float32.
+#: Rows of logits in memory at once: 256 rows of 49,152 tokens are 50 MB in float32.
 ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table. weights: a scheme, or stored: as the checkpoint has them; group: of
-    int4, 0 by size. rows: those of every product are rounded too: to int8, as the CPU's own
-    kernels do; to fp8, as GPUs with fp8 units do.
+    """One row of the table. weights: a scheme, or "stored" for the checkpoint's own; group: int4
+    group size, 0: chosen by size. rows: the rows of every product are rounded too: to int8, as the
+    CPU's own kernels do; to fp8, as GPUs with fp8 units do.
     """
 
     name: str
@@ -107,26 +108,26 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "benchmarks" / "perplexity.json"
     )
-    known = parser.parse_args()
-    source = ModelSource.resolve(known.model)
+    options = parser.parse_args()
+    source = ModelSource.resolve(options.model)
     tokens = Tokenizer.load(source).encode(TEXT.read_text())[: source.config.context_length]
     kernels = select(jax.default_backend())
     results: list[Result] = []
     first: list[np.ndarray] = []
     for case in CASES:
-        if not chosen(case, known.only):
+        if not chosen(case, options.only):
             continue
         started = time.perf_counter()
-        model = load(source, case, jnp.dtype(case.dtype or known.dtype))
+        model = load(source, case, jnp.dtype(case.dtype or options.dtype))
         own = kernels_for(case, model, kernels)
         result, first = measure(case, model, tokens, own, first)
         results.append(result)
         print(f"{row(result)}  {time.perf_counter() - started:5.0f} s", flush=True)
-    known.out.write_text(
+    options.out.write_text(
         json.dumps(
             {
-                "model": known.model,
-                "dtype": known.dtype,
+                "model": options.model,
+                "dtype": options.dtype,
                 "tokens": len(tokens),
                 "text": str(TEXT.relative_to(ROOT)),
                 "kernels": kernels.label,
@@ -142,15 +143,15 @@ def main() -> None:
 
 
 def chosen(case: Case, only: str | None) -> bool:
-    """Whether the row is wanted; the first one always is, since others are compared with it."""
+    """Whether to measure the row; the first row always, since the others are compared with it."""
     if only is None or case is CASES[0]:
         return True
     return any(word in case.name for word in only.split(","))
 
 
 def kernels_for(case: Case, model: Model, kernels: KernelSet) -> KernelSet:
-    """What multiplies: rows stay as they are unless the case says otherwise. Lays out the model
-    that is rounded, so that its kernels are those that serve.
+    """Kernels for the row's products: rows are not rounded unless the case says so. Packs a
+    model whose rows are rounded, so that the kernels are those that serve.
     """
     if not case.rows:
         return replace(kernels, int8=None)
@@ -165,7 +166,7 @@ def _as_it_is(w: jax.Array, parts: int = 1) -> jax.Array:
 
 
 def load(source: ModelSource, case: Case, dtype: Any) -> Model:
-    """The model as the row wants it."""
+    """Load the model as the case requires."""
     if case.group:
         return grouped(source, case, dtype)
     storage = {"stored": WeightStorage("plain", frozenset({"int4", "int8", "fp8"}))}.get(
@@ -178,7 +179,7 @@ def load(source: ModelSource, case: Case, dtype: Any) -> Model:
 
 
 def grouped(source: ModelSource, case: Case, dtype: Any) -> Model:
-    """int4 in groups of the row's size, where loading would choose the largest that fits."""
+    """Load int4 in groups of the case's size; normal loading would choose the largest that fits."""
     model = load_model(source, source.config, jnp.float32)
     for linear in model.linears():
         linear.set_matrix(
@@ -192,8 +193,8 @@ def grouped(source: ModelSource, case: Case, dtype: Any) -> Model:
 def measure(
     case: Case, model: Model, tokens: list[int], kernels: KernelSet, first: list[np.ndarray]
 ) -> tuple[Result, list[np.ndarray]]:
-    """The row's figures. first: log-probabilities [T - 1, V] of the first row in parts, empty for
-    that row itself.
+    """The row's figures. first: log-probabilities [T - 1, V] of the first row in chunks; empty for
+    the first row itself.
     """
     hidden = read(model, tokens, quantization.KV_TYPES.get(case.kv, model.dtype), kernels)
     targets, parts = np.asarray(tokens[1:]), []
@@ -235,7 +236,7 @@ def read(model: Model, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> 
 
 
 def log_probabilities(model: Model, hidden: Hidden, kernels: KernelSet) -> np.ndarray:
-    """R rows -> float32 [R, V]."""
+    """Log-probabilities, float32 [R, V], of R rows of hidden states."""
     return np.asarray(jax.nn.log_softmax(model.logits(hidden, kernels)))
 
 

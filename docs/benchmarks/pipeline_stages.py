@@ -1,14 +1,14 @@
-"""What pipeline stages over a slow link would give at decode, beside all-reduces over the same
-link: counted by the simulator's roofline, not measured, since Jitney has no stages.
+"""Estimates decode with pipeline stages over a slow link, beside all-reduces over the same link: by
+the simulator's roofline, not measured, since Jitney has no stages.
 
     python docs/benchmarks/pipeline_stages.py [--context 1024]
 
-Hosts of one chip each. Tensor parallelism computes every layer on all hosts and sums twice a layer
-over the link. Stages have each a part of the layers (the last one the output head too, so it is the
-slowest); a batch is cut into M microbatches, of which each stage computes one at a time, and a
-sequence's next token begins when the last stage is done with the one before. A cycle, in which
-every sequence gets a token, takes max(M, S) turns of a stage; with M < S stages idle 1 - M / S of
-the time.
+Each host has one chip. Tensor parallelism computes every layer on all hosts and has two all-reduces
+a layer over the link. With stages each host has a part of the layers (the last one the output head
+too, so it is the slowest). A batch is cut into M microbatches, of which each stage computes one at
+a time, and a sequence's next token begins when the last stage is done with the previous one. A
+cycle, in which every sequence gets a token, takes max(M, S) turns of a stage; with M < S stages
+idle 1 - M / S of the time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jitney.engine.core.scheduler.plan import StepWork
 from jitney.engine.lab.simulation.devices import Accelerator
 from jitney.engine.lab.simulation.roofline import SHAPES, Assumptions, ModelCost, Roofline
 
-#: Model, weights, chip of each host, hosts.
+#: Model, weights, chip of each host, number of hosts.
 CASES = (
     ("llama-3.1-8b", "bf16", "l4", 2),
     ("llama-3.1-70b", "int8", "h100", 2),
     ("llama-3.1-70b", "int8", "a100-40", 4),
 )
-#: Gbit/s, and seconds of one message: a network of the cloud with TCP, and one with RDMA.
+#: Links (Gbit/s, seconds of one message): a cloud network with TCP, and one with RDMA.
 LINKS = ((25, 5e-5), (100, 1e-5))
 SEATS = (8, 32, 128)
 _BF16 = 2
@@ -35,7 +35,7 @@ _BF16 = 2
 
 @dataclass(frozen=True)
 class Split:
-    """A model over hosts of one chip each, at a context of so many tokens for each seat."""
+    """A model over hosts of one chip each, with `context` tokens in each seat."""
 
     cost: ModelCost
     device: Accelerator
@@ -44,15 +44,15 @@ class Split:
     context: int
 
     def tensor_parallel_s(self, rows: int) -> float:
-        """Of a step."""
+        """Seconds of a step with tensor parallelism."""
         return self._seconds(self.cost, self.hosts, rows)
 
     def sums_s(self, rows: int) -> float:
-        """Of that, in all-reduces."""
+        """Seconds of all-reduces in such a step."""
         return Roofline(self.cost, self.device, self.hosts, self.assumed).link_seconds(rows)
 
     def cycle_s(self, rows: int, microbatches: int) -> float:
-        """Until every sequence has a token more, in stages."""
+        """Seconds until every sequence has one more token, with stages."""
         config = self.cost.config
         layers = config.n_layers // self.hosts
         part = replace(config, n_layers=layers, windows=config.windows[:layers])
@@ -62,11 +62,11 @@ class Split:
         return max(microbatches, self.hosts) * (turn_s + hop_s)
 
     def hop_bytes(self, rows: int) -> float:
-        """Hidden states that a stage sends to the next one."""
+        """Bytes of hidden states that a stage sends to the next one."""
         return rows * self.cost.config.hidden_size * _BF16
 
     def sum_bytes(self, rows: int) -> float:
-        """What each host sends in the all-reduces of a step."""
+        """Bytes that each host sends in the all-reduces of a step."""
         share = 2 * (self.hosts - 1) / self.hosts
         return 2 * self.cost.config.n_layers * share * self.hop_bytes(rows)
 

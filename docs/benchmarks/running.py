@@ -19,22 +19,22 @@ import psutil
 
 from jitney.engine.common.ports import free_port
 
-#: `jitney`, in this Python.
+#: The command `jitney` in this Python.
 JITNEY = (
     sys.executable,
     "-P",
     "-c",
     "import sys; from jitney.engine.cli import main; sys.exit(main())",
 )
-#: Seconds until a server is ready, with nothing compiled yet, and until it has ended.
+#: Most seconds until a server is ready with an empty compile cache, and until it has ended.
 READY_S, STOP_S = 900.0, 120.0
-#: Seconds between two looks, and without a word on a connection.
+#: Seconds between two checks, and the read timeout of a connection.
 _LOOK_S, _SILENCE_S = 0.05, 300.0
 _CORE = "jitney.engine.server.process.main"
 
 
 class Server:
-    """A `jitney serve` or `jitney fleet serve` that was started here."""
+    """A `jitney serve` or `jitney fleet serve` process started here."""
 
     def __init__(self, url: str, started: subprocess.Popen[Any], model: str):
         self.url = url
@@ -44,13 +44,13 @@ class Server:
 
     @cached_property
     def client(self) -> httpx.AsyncClient:
-        """For one event loop; each request has a connection of its own."""
+        """An HTTP client for one event loop; each request has a connection of its own."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(_SILENCE_S, connect=10.0)
         return httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
 
     def core(self) -> psutil.Process:
-        """The process of the engine's core. Raises LookupError while there is none."""
+        """The process of the engine's core. Raises LookupError if there is none."""
         for child in self.process.children():
             with suppress(psutil.Error):
                 if _CORE in child.cmdline():
@@ -63,13 +63,13 @@ class Server:
         return times.user + times.system
 
     def get(self, path: str, key: str = "") -> httpx.Response:
-        """Raises httpx.HTTPError for any status but 200."""
+        """GET a path. Raises httpx.HTTPError for any status but 200."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
         answer = httpx.get(self.url + path, headers=headers, timeout=60, trust_env=False)
         return answer.raise_for_status()
 
     def wait_ready(self, path: str = "/readyz") -> None:
-        """Until the path is answered with 200. Ends this program if the server ends, or is late."""
+        """Wait until the path answers 200. Ends this program if the server ends, or is late."""
         until = time.monotonic() + READY_S
         while time.monotonic() < until and self.started.poll() is None:
             with suppress(httpx.HTTPError):
@@ -88,7 +88,7 @@ def started(
     model: str = "",
     ready: str = "/readyz",
 ) -> Iterator[Server]:
-    """A server once it is ready, which is ended with the block. log: None: standard error alone."""
+    """A ready server, stopped at the end of the block. log: None: standard error alone."""
     with open(log or os.devnull, "ab") as output:
         process = subprocess.Popen(
             command,
@@ -116,7 +116,7 @@ def serving(
     program: Sequence[str] = JITNEY,
     cache: Path | None = None,
 ) -> AbstractContextManager[Server]:
-    """`jitney serve` on a free port; what it stores and its log, `log.txt`, are in `folder`.
+    """Run `jitney serve` on a free port; its data and its log, `log.txt`, are in `folder`.
 
     cache: its cache folder; None: this user's own.
     """
@@ -136,7 +136,7 @@ def running_fleet(
     lines: str = "log_level = 'error'\npoll_s = 0.2\n",
     ready: str = "/startupz",
 ) -> Iterator[Server]:
-    """`jitney fleet serve` with one model, which this table describes. lines: of [fleet]."""
+    """Run `jitney fleet serve` with one model, described by `table`. lines: of [fleet]."""
     with tempfile.TemporaryDirectory(prefix="jitney-fleet-") as folder:
         port, file = free_port(), Path(folder) / "fleet.toml"
         file.write_text(f"[fleet]\nport = {port}\n{lines}[models.'{model}']\n{table}")
@@ -147,13 +147,13 @@ def running_fleet(
 
 
 def ready_engines(fleet: Server, key: str = "") -> dict[str, str]:
-    """Name -> URL of the engines of model `m` that are ready."""
-    known = fleet.get("/fleet/replicas", key).json()["models"]["m"]
-    return {each["name"]: each["url"] for each in known if each["state"] == "ready"}
+    """Name -> URL of the ready engines of model `m`."""
+    replicas = fleet.get("/fleet/replicas", key).json()["models"]["m"]
+    return {each["name"]: each["url"] for each in replicas if each["state"] == "ready"}
 
 
 def wait_engines(fleet: Server, count: int, key: str = "") -> dict[str, str]:
-    """The engines, once so many are ready. Ends this program if the fleet is late."""
+    """The engines, once `count` are ready. Ends this program if the fleet is late."""
     until = time.monotonic() + READY_S
     while time.monotonic() < until and fleet.started.poll() is None:
         with suppress(httpx.HTTPError, KeyError):

@@ -1,11 +1,12 @@
-"""Fleets of an 8B model on a virtual clock: their figures, their cost, and what breaks first.
+"""Simulates fleets of an 8B model on a virtual clock: their figures, their cost, and the effect of
+failures.
 
     python docs/benchmarks/scale.py [fleets] [routers] [choosing] [failures] [scaling]
         [--requests 20000]
 
-Prints the tables of docs/scale.md as Markdown, all of them or those that are named. Step times are
-those of `jitney plan`: estimates from published peaks, not measurements. --requests: the most of
-one simulation.
+Prints the tables of docs/scale.md as Markdown, all or the named ones. Step times are those of
+`jitney plan`: estimates from published peaks, not measurements. --requests: the most of one
+simulation.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.lab.simulation.workload import Conversations, Poisson, Uniform, parse_lengths
 
 LLAMA = ModelCost(SHAPES["llama-3.1-8b"])
-#: With prices of a chip an hour that are only there to compare: list prices on demand change, and
-#: everybody has others.
+#: Prices of a chip an hour are only for comparison: list prices on demand change and differ by
+#: customer.
 KINDS = (
     ReplicaKind("h100", Roofline(LLAMA, DEVICES["h100"]), chip_hour=2.5),
     ReplicaKind("4xv5e", Roofline(LLAMA, DEVICES["v5e"], count=4), chip_hour=1.2),
@@ -50,7 +51,7 @@ PROMPT, OUTPUT = (
     "lognormal:mean=256,sigma=0.8,max=2000",
 )
 TARGETS = Targets(ttft_s=1.0, stream_tok_s=30.0)
-#: A core dies once a week; a chip is lost once in 50,000 hours.
+#: A core fails once a week; a chip fails once in 50,000 hours.
 FAILURES = Failures(core_mtbf_s=168 * 3600.0, machine_mtbf_s=50_000 * 3600.0)
 HOW = FleetAssumptions(failures=FAILURES)
 SIZES = (10, 40)
@@ -77,14 +78,14 @@ def sized(kind: ReplicaKind) -> FleetSizing:
 
 
 def timed(traffic: Sequence[Arrival], plan: FleetPlan) -> tuple[FleetRun, float]:
-    """A run, and the seconds that a core worked for it."""
+    """A simulated run, and its CPU seconds on this machine."""
     began = time.process_time()
     run = plan.simulate(traffic)
     return run, time.process_time() - began
 
 
 def fleets(requests: int) -> Iterator[list[str]]:
-    """Replicas at the load that one of them takes."""
+    """Fleets at the load that their replicas are sized for."""
     for kind in KINDS:
         sizing = sized(kind)
         for size in SIZES:
@@ -122,7 +123,7 @@ def latencies(run: FleetRun) -> list[str]:
 
 
 def routers(requests: int) -> Iterator[list[str]]:
-    """A chat whose conversations share a system prompt; turns come some ten seconds apart."""
+    """Routers under a chat whose conversations share a system prompt; turns are some 10 s apart."""
     sizing = sized(H100)
     for size in CHAT_SIZES:
         traffic = chat(size, 0.35 * size * sizing.load_req_s, requests)
@@ -131,12 +132,12 @@ def routers(requests: int) -> Iterator[list[str]]:
             plan = FleetPlan(engine_of(sizing), H100.roofline, size, router, prefix_cache=True)
             run, _ = timed(traffic, plan)
             first = first or run.hit_rate
-            found = f"{run.hit_rate:.1%}", f"{run.hit_rate / first:.2f}"
-            yield [f"{size:,}", router, *found, *latencies(run), f"{run.refused_share:.2%}"]
+            cells = f"{run.hit_rate:.1%}", f"{run.hit_rate / first:.2f}"
+            yield [f"{size:,}", router, *cells, *latencies(run), f"{run.refused_share:.2%}"]
 
 
 def chat(size: int, rate: float, requests: int) -> list[Arrival]:
-    """Turns at a rate; so many conversations are open that each waits for ten seconds."""
+    """Turns at a rate; the number of open conversations gives each pauses of ten seconds."""
     talks = Conversations(n_shared=256, turns=Uniform(2, 8), live=round(10 * rate) | 1)
     messages = parse_lengths("lognormal:mean=60,sigma=0.8,min=8,max=1000", "--prompt")
     answers = parse_lengths("lognormal:mean=150,sigma=0.8,max=1000", "--output")
@@ -145,7 +146,7 @@ def chat(size: int, rate: float, requests: int) -> list[Arrival]:
 
 
 def choosing() -> Iterator[list[str]]:
-    """Microseconds that the ingress takes to choose a replica."""
+    """Microseconds in which the ingress chooses a replica."""
     for size in CHOICES:
         names = [f"replica-{number}" for number in range(size)]
         loads = {name: float(hash(name) % 7) for name in names}
@@ -164,14 +165,14 @@ def choosing() -> Iterator[list[str]]:
 
 
 def choose_least(waits: LeastWait, loads: dict[str, float]) -> None:
-    """The first one, and that it has one request more."""
+    """Choose the replica with the least wait, and add one request to its load."""
     name = next(waits.order())
     loads[name] += 1
     waits.put(name, 0.0, loads[name])
 
 
 def per_call(call) -> float:
-    """Seconds, the least of five."""
+    """Seconds per call, the fastest of five rounds."""
     times = []
     for _ in range(5):
         began = time.perf_counter()
@@ -181,7 +182,7 @@ def per_call(call) -> float:
     return min(times)
 
 
-#: What goes wrong -> how.
+#: Failures to simulate, by name.
 WRONG = {
     "nothing": Failures(),
     "a core dies once a week each, a chip is lost every 50,000 h": FAILURES,
@@ -193,7 +194,7 @@ WRONG = {
 
 
 def failures(requests: int) -> Iterator[list[str]]:
-    """10 replicas at the load that they were sized for."""
+    """10 replicas at the load that they are sized for, under each failure."""
     sizing = sized(H100)
     traffic = day(1.0).sample(10 * sizing.load_req_s, requests, 1)
     for name, wrong in WRONG.items():
@@ -211,7 +212,7 @@ def failures(requests: int) -> Iterator[list[str]]:
         ]
 
 
-#: Rules to compare, by name, and seconds that a start takes.
+#: Rules to compare: name, rule, seconds that a start takes.
 RULES = (
     ("6 replicas, fixed", None, 0.0),
     ("2 replicas, fixed", None, 0.0),

@@ -1,12 +1,12 @@
-"""What the scheduler's own work costs on the host, without any device: milliseconds to plan and to
+"""Measures the scheduler's own work on the host, without any device: milliseconds to plan and to
 commit a step.
 
     python docs/benchmarks/scheduler.py [--seats 64,128,256,512] [--steps 200] [--json FILE]
 
-Every seat decodes and one more prompt of 16 tokens boards in each step while an old sequence ends,
-with as many waiting as there are seats: the busiest steps there are. Static and dynamic batches
-board once and then decode, as they do. Medians over the steps, after a collection of garbage that
-then stays out of the way, as in a running engine.
+Every seat decodes, one prompt of 16 tokens boards in each step while an old sequence ends, and as
+many requests wait as there are seats: the busiest steps that exist. Static and dynamic batches
+board once and then decode. Medians over the steps, after a garbage collection; the collector is off
+during the steps, as in a running engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def scheduler_for(seats: int, policy: str, order: str) -> Scheduler:
 
 
 def requests(seats: int) -> Iterator[EngineRequest]:
-    """Endless: eight tenants, outputs so long that one sequence ends in every step."""
+    """Endless requests of eight tenants; output lengths let one sequence end in every step."""
     for number in itertools.count():
         yield EngineRequest(
             id=str(number),
@@ -96,21 +96,21 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=200, help="steps measured of each")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    known = parser.parse_args()
-    sizes = [int(word) for word in known.seats.split(",")]
+    args = parser.parse_args()
+    sizes = [int(word) for word in args.seats.split(",")]
     kinds = [("continuous", order) for order in _ORDERS] + [
         (policy, "fcfs") for policy in POLICIES
     ][1:]
     figures = {
-        f"{policy} {order}": {seats: measure(seats, policy, order, known.steps) for seats in sizes}
+        f"{policy} {order}": {seats: measure(seats, policy, order, args.steps) for seats in sizes}
         for policy, order in kinds
     }
     table = Table("seats", *map(str, sizes), title="plan + commit, ms")
     for kind, row in figures.items():
         table.add_row(kind, *(f"{plan:.3f} + {commit:.3f}" for plan, commit in row.values()))
     Console().print(table)
-    if known.json:
-        known.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

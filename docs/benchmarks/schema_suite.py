@@ -1,15 +1,15 @@
-"""The official JSON-Schema-Test-Suite against the grammars that schemas become: may every instance
-be written that it calls valid, and none that it calls invalid?
+"""Tests the grammars made from schemas with the official JSON-Schema-Test-Suite: each valid
+instance must be accepted, and no invalid one.
 
     python docs/benchmarks/schema_suite.py [FOLDER] [--wrong] [--drafts draft7,draft2020-12]
 
 FOLDER has the suite's `tests`. Without it the source archive of the `jsonschema` package, which has
-a copy of the suite, is downloaded into build/. --wrong: each instance that went wrong.
+a copy of the suite, is downloaded into build/. --wrong: print each instance with a wrong result.
 
-Each instance is walked token by token with the default model's tokenizer, under the masks that a
-step would have: compact, with blanks, indented; a valid one has to pass in all of them, with its
-keys in the schema's order if that is needed. An invalid one must not pass in any order of its keys,
-nor with its characters escaped.
+Each instance is walked token by token with the default model's tokenizer, under the masks of a
+step: compact, with blanks, indented. A valid instance has to pass in all these forms, with its keys
+in the schema's order if needed. An invalid one must not pass in any order of its keys, nor with its
+characters escaped.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ DRAFTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-#: Most orders of keys that are tried of an instance, and most characters of one.
+#: Most orders of keys tried for an instance, and most characters of one.
 MOST_ORDERS = 300
 MOST_CHARS = 4000
-#: Of each draft, and in brackets: schemas that were refused, instances wrongly rejected and wrongly
-#: accepted.
+#: Columns of each draft, with the count in brackets: refused schemas, valid instances wrongly
+#: rejected, invalid ones wrongly accepted.
 COLUMNS = ("schemas (refused)", "valid (rejected)", "invalid (accepted)")
 type Write = Callable[[Any], str]
 
 
 def escaped(instance: Any) -> str:
-    """Compact, every character of a text as its escape, where that is longer."""
+    """Compact JSON with every character of a text escaped, where that is longer."""
     if isinstance(instance, str):
         units = instance.encode("utf-16-be", "surrogatepass").hex()
         return '"' + "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)) + '"'
@@ -68,7 +68,7 @@ FORMS: tuple[Write, ...] = (
     lambda instance: json.dumps(instance, ensure_ascii=False),
     lambda instance: json.dumps(instance, indent=4, ensure_ascii=False),
 )
-#: Nobody has to be able to write these, but what is invalid must not be written so either.
+#: A valid instance need not pass in these forms, but an invalid one must fail in them too.
 FURTHER_FORMS: tuple[Write, ...] = (json.dumps, escaped)
 
 
@@ -98,7 +98,7 @@ def without_points(instance: Any) -> Any:
 
 @dataclass
 class Row:
-    """What came of one file of the suite."""
+    """Counts of one file of the suite."""
 
     cases: int = 0
     refused: int = 0
@@ -114,7 +114,7 @@ class Row:
 
 @dataclass
 class Suite:
-    """Runs it. `wrong` and `refusals`: what there is to tell."""
+    """Runs the suite. `wrong` and `refusals`: lines about wrong instances and refused schemas."""
 
     tokenizer: Any
     matchers: Matchers
@@ -128,7 +128,7 @@ class Suite:
         if isinstance(schema, dict) and "$schema" not in schema:
             schema = {"$schema": DRAFTS[draft]} | schema
         try:
-            # Read as a request is.
+            # Parsed as a request is.
             read = orjson.loads(json.dumps(schema))
             matcher = new_matcher(grammar.json_schema(read), self.trie)
         except RequestError as error:
@@ -143,8 +143,8 @@ class Suite:
         self.refusals[line] = self.refusals.get(line, 0) + 1
 
     def instance(self, row: Row, matcher: Any, test: dict[str, Any], where: str, schema: Any):
-        told = json.dumps(test["data"])
-        what = f"{where} / {test['description']}: {told[:200]}  {json.dumps(schema)[:600]}"
+        data = json.dumps(test["data"])
+        what = f"{where} / {test['description']}: {data[:200]}  {json.dumps(schema)[:600]}"
         if test["valid"]:
             row.valid += 1
             if not self.may_write(matcher, test["data"]):
@@ -152,14 +152,14 @@ class Suite:
                 self.wrong.append(f"REJECTED {what}")
         else:
             row.invalid += 1
-            found = self.way_to_write(matcher, test["data"])
-            if found is not None:
+            accepted = self.way_to_write(matcher, test["data"])
+            if accepted is not None:
                 row.wrongly_accepted += 1
-                self.wrong.append(f"ACCEPTED {what} as {found[:200]}")
+                self.wrong.append(f"ACCEPTED {what} as {accepted[:200]}")
 
     def may_write(self, matcher: Any, instance: Any) -> bool:
-        """In all forms, with its keys in one of their orders, and whole numbers with or without a
-        point.
+        """Whether all forms pass, with the keys in one of their orders, and whole numbers with or
+        without a point.
         """
         for spelling in (instance, without_points(instance)):
             for order in itertools.islice(orders(spelling), MOST_ORDERS):
@@ -168,7 +168,7 @@ class Suite:
         return False
 
     def way_to_write(self, matcher: Any, instance: Any) -> str | None:
-        """The first form that passes."""
+        """The first text of the instance that passes; None: none does."""
         for order in itertools.islice(orders(instance), MOST_ORDERS):
             for write in FORMS + FURTHER_FORMS:
                 if self.passes(matcher, text := write(order)):
@@ -176,11 +176,11 @@ class Suite:
         return None
 
     def passes(self, matcher: Any, text: str) -> bool:
-        """Whether a text may be written, and may end there."""
+        """Whether the grammar accepts the text, and may end there."""
         assert len(text) <= MOST_CHARS
         try:
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        except UnicodeEncodeError:  # half of a surrogate pair: no text
+        except UnicodeEncodeError:  # half of a surrogate pair is no valid text
             return False
         place = GrammarMatcher(matcher.deep_copy())
         for number, token in enumerate(tokens):
@@ -228,7 +228,7 @@ def run(suite: Suite, folder: Path, draft: str) -> dict[str, Row]:
 
 
 def table(drafts: dict[str, dict[str, Row]]) -> str:
-    """Each file of the suite, and what came of it in each draft."""
+    """A row for each file of the suite, with the counts of each draft."""
     head = ["file", *[f"{draft}: {what}" for draft in drafts for what in COLUMNS]]
     names = {name for rows in drafts.values() for name in rows} - {"all"}
     lines = [head, ["---"] * len(head)]

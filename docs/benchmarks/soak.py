@@ -1,15 +1,15 @@
-"""What a running server holds over a long time: nothing may grow.
+"""Watches the resources of a running server over a long time: none may grow.
 
     python docs/benchmarks/soak.py --url http://127.0.0.1:8000 --pid PID [--minutes 60]
     python docs/benchmarks/soak.py --serve tiny-random --pause 1 [--minutes 60]
 
 PID: the `jitney serve` process. `--serve` starts one of its own instead, with `memory_probe.py` in
-it and in its core. Clients ask, with `--pause` seconds between two requests: random prompts, every
-fifth streamed, every seventh sampled with log-probabilities, every eleventh abandoned after its
-first piece; some conversations under a schema, stored responses, jobs and mistakes, while one reads
-the page's feed and /metrics. Prints resident memory, descriptors and threads as they go; at the end
-how fast each of them grew, in units an hour, after the first fifth of the time and in the second
-half; and with `--serve` by what, in that half.
+it and in its core. Clients send random prompts, `--pause` seconds apart: every fifth streamed,
+every seventh sampled with log-probabilities, every eleventh abandoned after its first piece; some
+are conversations under a schema, stored responses, jobs and invalid requests. One client reads the
+page's feed and /metrics. Prints resident memory, descriptors and threads during the run; at the end
+the growth of each per hour, after the first fifth of the time and in the second half; and with
+`--serve` the causes of growth in the second half.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ import numpy as np
 import psutil
 from running import serving
 
-#: What is watched, in the order in which `held` gives it.
+#: Names of the watched values, in the order of `held`.
 NAMES = ("server MB", "core MB", "server descriptors", "core descriptors", "threads")
-#: Seconds between two looks, and lines printed over the whole time.
+#: Seconds between two samples, and lines printed over the whole time.
 LOOK_S, LINES = 5.0, 12
-#: Shares of the time in which caches fill, which count for no slope.
+#: Shares of the time in which caches fill, left out of the slopes.
 WARM_UPS = (0.2, 0.5)
 #: Causes printed for each process.
 CAUSES = 12
 
 
 def core_of(server: psutil.Process) -> psutil.Process:
-    """The server's core: others of its children render chats, or write down a look."""
+    """The server's core; its other children render chats, or write a look of the probe."""
     for child in server.children():
         with suppress(psutil.Error):
             if "jitney.engine.server.process.main" in child.cmdline():
@@ -52,7 +52,7 @@ def core_of(server: psutil.Process) -> psutil.Process:
 
 
 def held(server: psutil.Process, core: psutil.Process) -> list[float]:
-    """Values of NAMES."""
+    """Current values of NAMES."""
     return [
         server.memory_info().rss / 1e6,
         core.memory_info().rss / 1e6,
@@ -66,7 +66,7 @@ SCHEMA = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "require
 
 
 async def one(client: httpx.AsyncClient, model: str, number: int) -> int:
-    """Send one request of the kind its number says; its status."""
+    """Send one request, of a kind chosen by its number; returns its status."""
     draw = random.Random(number)
     words = " ".join(str(draw.randrange(1000)) for _ in range(draw.randrange(1, 20)))
     if number % 13 == 0:
@@ -131,7 +131,7 @@ async def keep_asking(
     pause_s: float,
     statuses: Counter[int],
 ) -> None:
-    """One client, until the time is over."""
+    """Send requests of one client until the time is over."""
     number = first
     while time.monotonic() < until:
         statuses[await one(client, model, number)] += 1
@@ -145,11 +145,11 @@ async def watch(pid: int, until: float, statuses: Counter[int]) -> np.ndarray:
     core = core_of(server)
     started = time.monotonic()
     every = (until - started) / LINES
-    rows, due = [], started
+    rows, next_print = [], started
     while (now := time.monotonic()) < until:
         rows.append([(now - started) / 3600, *held(server, core)])
-        if now >= due:
-            due += every
+        if now >= next_print:
+            next_print += every
             values = ", ".join(
                 f"{name} {value:.0f}" for name, value in zip(NAMES, rows[-1][1:], strict=True)
             )
@@ -168,8 +168,8 @@ def print_slopes(rows: np.ndarray) -> None:
 
 
 def print_causes(folder: Path, name: str) -> None:
-    """By what a process grew from the middle of its looks to the last: totals, allocating lines and
-    types of objects; and how full that is which has a bound.
+    """Print growth by cause from the middle of the looks to the last: totals, allocating lines and
+    types of objects; and the fill of bounded containers.
     """
     looks: list[dict[str, Any]] = [
         json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))
@@ -212,7 +212,7 @@ async def soak(url: str, pid: int, args: argparse.Namespace) -> None:
 
 @contextmanager
 def probed(model: str, folder: Path) -> Iterator[tuple[str, int]]:
-    """A server of our own that writes looks into a folder: its URL and process."""
+    """A server started here that writes looks into a folder: its URL and process id."""
     site = folder / "site"
     site.mkdir()
     here = str(Path(__file__).parent)

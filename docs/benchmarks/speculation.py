@@ -1,5 +1,5 @@
-"""Engines with and without speculation beside each other: the same answers, their speed, and what a
-step costs with more rows.
+"""Compares engines with and without speculation: the same answers, their speed, and the cost of
+steps with more rows.
 
     python docs/benchmarks/speculation.py equality [--requests 10000] [--first 0] [--draft MODEL]
         [--mtp] [--eagle3 [FOLDER]] [--model tiny-random]
@@ -20,7 +20,7 @@ Drafts are looked up in the text, or made by the model that --draft names (its w
 --draft-weights), by the model's own head with --mtp (tiny-random:deepseek_v3), or with --eagle3 by
 the head in FOLDER (for tiny-random: one of random weights, which is hardly ever right).
 
-Speeds move with the machine: only ratios of one run say something.
+Speeds vary with the load of the machine: compare only ratios of one run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
 from jitney.engine.lab.bench.peer_process import Peer
 
-#: Our own defaults, in vLLM's names.
+#: Jitney's defaults, under vLLM's names.
 _VLLM_NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 7,
@@ -107,14 +107,14 @@ def main() -> None:
         measure_rows(args.model or "smollm2-135m")
 
 
-#: Answers that repeat themselves under a grammar, that end by one, and that it leaves no choice.
+#: Grammars of answers that repeat themselves, that end by the grammar, and that leave no choice.
 _GRAMMARS = (
     Grammar("regex", "([ab]{2,3} ){3,20}"),
     Grammar("choice", '["yes yes yes yes yes", "yes no"]'),
     Grammar("json_schema", '{"type": "array", "items": {"enum": ["ab", "ba"]}, "minItems": 4}'),
 )
 _ADAPTER_RANK = 4
-#: No product is XLA's, whose last bits are others where the CPU multiplies no pairs of bfloat16
+#: No product is XLA's, whose last bits differ where the CPU cannot multiply pairs of bfloat16
 #: (docs/decisions, 0033): the engines put a row into steps of different sizes.
 _ANY_ROWS = 4096
 
@@ -122,7 +122,7 @@ _ANY_ROWS = 4096
 def random_request(
     rng: random.Random, number: int, vocab: int, *, adapted: bool = True
 ) -> EngineRequest:
-    """Few different tokens, so that texts repeat themselves. adapted: there is an adapter."""
+    """A request with few different tokens, so that texts repeat. adapted: there is an adapter."""
     few = rng.sample(range(10, vocab - 10), 6)
     prompt = [rng.choice(few) for _ in range(rng.randint(1, 40))]
     chance, rules = rng.random(), rng.random()
@@ -159,7 +159,7 @@ def random_request(
 
 @dataclass
 class _Answer:
-    """The tokens and scores that one sequence has got so far."""
+    """Tokens and scores of one sequence so far."""
 
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -168,8 +168,8 @@ class _Answer:
 
 
 class _Client:
-    """Sends random requests to an engine: up to so many are open as were drawn, some are aborted
-    late, and now and then the engine loses all that it has, as where its process dies.
+    """Sends random requests to an engine: a random number of them are open, some are aborted late,
+    and now and then the engine loses all requests, as if its process died.
     """
 
     def __init__(self, llm: LLM, first: int, count: int, vocab: int, *, adapted: bool):
@@ -215,7 +215,7 @@ class _Client:
                 self._open.pop(output.request_id, None)
 
     def _die(self) -> None:
-        """Send every open request again, with what it has."""
+        """Abort every open request, and send it again with its tokens so far."""
         self.deaths += 1
         tokens = {
             name: [None if each.ended else list(each.tokens) for each in self.answers[name]]
@@ -240,7 +240,7 @@ class _Client:
 
 
 def write_adapter(folder: Path) -> Path:
-    """An adapter of random numbers for `tiny-random`: its queries' and outputs' projections."""
+    """Write an adapter of random numbers for `tiny-random`: its query and output projections."""
     draw, tensors = np.random.default_rng(1), {}
     for layer in range(2):
         for name in ("q_proj", "o_proj"):
@@ -256,7 +256,7 @@ def write_adapter(folder: Path) -> Path:
 
 
 def write_eagle3(folder: Path) -> str:
-    """An EAGLE-3 head of random numbers for `tiny-random`, which drafts half of its tokens."""
+    """Write an EAGLE-3 head of random numbers for `tiny-random`; it drafts half of its tokens."""
     draw, size, tokens = np.random.default_rng(2), 64, 256
     shapes = {
         "fc": (size, 3 * size),
@@ -293,10 +293,10 @@ def write_eagle3(folder: Path) -> str:
 
 
 def compare_answers(model: str, first: int, count: int, drafting: dict[str, Any]) -> None:
-    """Print how many sequences differ; an aborted one may have come further in one engine."""
+    """Print how many sequences differ; an aborted one may be longer in one engine."""
     runs: list[dict[str, list[_Answer]]] = []
     with TemporaryDirectory() as folder:
-        adapted = model == "tiny-random"  # whose shapes the adapter has
+        adapted = model == "tiny-random"  # the adapter has this model's shapes
         adapter = write_adapter(Path(folder) / "adapter")
         if drafting.get("draft_model") == "random":
             drafting = drafting | {"draft_model": write_eagle3(Path(folder) / "head")}
@@ -355,7 +355,7 @@ def _print_differences(
 
 
 def measure_rows(model: str) -> None:
-    """Print the median milliseconds of decode steps by their rows; a draft's is like any other."""
+    """Print the median milliseconds of decode steps by rows; a draft's row is like any other."""
     llm = LLM(model, max_seats=8, seat_buckets=[1, 2, 4, 8])
     core = llm.core
     usual = 0.0
@@ -372,7 +372,7 @@ def measure_rows(model: str) -> None:
 
 
 def stream(url: str, model: str, prompt: str, tokens: int) -> list[float]:
-    """Seconds from sending a request to each token of its answer; several can come at once."""
+    """Seconds from sending a request to each token of its answer; several can arrive at once."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -405,8 +405,8 @@ def served_model(url: str) -> str:
 def measure_streams(
     url: str, model: str, prompts: list[str], tokens: int, streams: int
 ) -> tuple[float, float, float]:
-    """Tokens a second of all streams, median seconds to the first token, and the 99th percentile
-    of the seconds between two.
+    """Tokens a second of all streams, median seconds to the first token, and the 99th percentile of
+    the seconds between two tokens.
     """
     began = time.perf_counter()
     with ThreadPoolExecutor(streams) as pool:
@@ -418,8 +418,8 @@ def measure_streams(
 
 
 def compare_speeds(engines: list[tuple[Peer, Peer]], rounds: int) -> None:
-    """Print ratios of with drafts over without, by engine: medians over the rounds, in which the
-    servers take turns.
+    """Print ratios with drafts to without, by engine: medians over the rounds, in which the servers
+    take turns.
     """
     cases = {
         "repeats its prompt, 1 stream": (_REPEATING, 150, 1),
@@ -452,7 +452,7 @@ def compare_speeds(engines: list[tuple[Peer, Peer]], rounds: int) -> None:
 def compared_engines(
     model: str, drafting: dict[str, Any], vllm: str, vllm_model: str
 ) -> list[tuple[Peer, Peer]]:
-    """Each engine without and with drafts. vllm: the path of its command, "" for ours alone."""
+    """Each engine without and with drafts. vllm: the path of its command, "": Jitney alone."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in drafting.items()]
     sizes = ["--no-measured-sizes"]
     engines = [

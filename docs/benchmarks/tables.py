@@ -1,4 +1,4 @@
-"""Writes the tables of the documentation's pages anew from the JSON beside this file.
+"""Writes the tables of the documentation's pages from the JSON files beside this one.
 
 python docs/benchmarks/tables.py
 """
@@ -27,13 +27,13 @@ _TABLE = re.compile(r"(<!-- (\w+\.json)(?: (\w+))? -->\n).*?(<!-- end -->)", re.
 
 
 def filled(page: str) -> str:
-    """The page with every table between its marks as its file has it."""
+    """The page with every marked table filled from its file."""
     return _TABLE.sub(lambda found: f"{found[1]}{_table(found[2], found[3])}{found[4]}", page)
 
 
 def _table(name: str, view: str | None) -> str:
-    """The table of a file with an empty line around it. view: of a device's file; others are
-    model_families.json and what `jitney bench peers --json` wrote.
+    """The table of a file between empty lines. view: for a device's file; the other files are
+    model_families.json and those of `jitney bench peers --json`.
     """
     content = json.loads((HERE / name).read_text())
     if view is not None:
@@ -46,7 +46,7 @@ def _table(name: str, view: str | None) -> str:
 
 
 def written() -> dict[Path, str]:
-    """All pages that are written from files, as they should be."""
+    """The new content of every page with tables from files."""
     pages = {page: filled(page.read_text()) for page in PAGES}
     pages[DEVICE.with_suffix(".md")] = device_tables.page(json.loads(DEVICE.read_text()))
     return pages

@@ -1,6 +1,6 @@
-"""Every family over 1, 2, 4 and 8 devices through the command line: the same tokens in float32, and
-what a greedy step of two layers sends. Mixtures also with whole experts on each of several groups
-of devices.
+"""Runs every family over 1, 2, 4 and 8 devices through the command line: checks for the same tokens
+in float32, and counts what a greedy step of two layers sends. Mixtures also run with whole experts
+on each of several groups of devices.
 
 python docs/benchmarks/tensor_parallel.py [--families NAME ...]. Devices are parts of this CPU. A
 process for each family; some minutes on two cores. Exit status 1 if any tokens differ.
@@ -22,7 +22,7 @@ from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_confi
 
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 COUNTS = (1, 8, 2, 4)
-#: Devices, and groups that they are in, of mixtures of experts.
+#: (devices, groups of devices) for mixtures of experts.
 GROUPED = ((2, 2), (4, 2), (8, 4))
 MIXTURES = tuple(
     family.name for family in FAMILIES.values() if tiny_config(family.name).experts is not None
@@ -31,7 +31,7 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 
 
 def results_of(family: str) -> dict[str, np.ndarray]:
-    """What `sharding_program` makes of a family."""
+    """Results of `sharding_program` for a family, by name."""
     jobs: list[tuple[str, str, list[object]]] = [
         (f"tokens {count}", "generated", [family, count]) for count in COUNTS
     ]
@@ -42,20 +42,20 @@ def results_of(family: str) -> dict[str, np.ndarray]:
         ]
     jobs.append(("program", "program", [2, True, [4, 4], family]))
     with tempfile.TemporaryDirectory() as folder:
-        given, out = Path(folder, "jobs.json"), Path(folder, "out.npz")
-        given.write_text(json.dumps(jobs))
+        jobs_file, out = Path(folder, "jobs.json"), Path(folder, "out.npz")
+        jobs_file.write_text(json.dumps(jobs))
         environ = os.environ | {
             "XLA_FLAGS": FLAGS,
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
         }
-        command = [sys.executable, str(SUPPORT / "sharding_program.py"), str(given), str(out)]
+        command = [sys.executable, str(SUPPORT / "sharding_program.py"), str(jobs_file), str(out)]
         subprocess.run(command, env=environ, check=True, stderr=subprocess.DEVNULL)
         return dict(np.load(out))
 
 
 def row_of(family: str, results: dict[str, np.ndarray]) -> tuple[str, bool]:
-    """(a row of the table, whether all tokens are those of one device)."""
+    """(a row of the table, whether all tokens equal those of one device)."""
     one = results["tokens 1"]
     equal = {count: np.array_equal(one, results[f"tokens {count}"]) for count in COUNTS}
     reduces, gathers, widest, *_ = results["program"].tolist()
@@ -72,7 +72,7 @@ def row_of(family: str, results: dict[str, np.ndarray]) -> tuple[str, bool]:
 
 
 def said(same: bool) -> str:
-    """In the table."""
+    """The word for the table."""
     return "same" if same else "**other**"
 
 

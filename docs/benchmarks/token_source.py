@@ -1,6 +1,6 @@
-"""A core without a device: every open sequence gets a token a step, so many steps a second.
+"""A core without a device: every open sequence gets a token per step, at a fixed step time.
 
-For `http_cost.py --step-ms`, which has a server build it in place of an engine.
+For `http_cost.py --step-ms`, whose server builds it in place of an engine.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jitney.engine.common.messages import Progress, SequenceEvent, StepReport
 from jitney.engine.config import Config
 from jitney.engine.core import ModelSource
 
-#: Seconds of a step, in the environment.
+#: Environment variable with the seconds of a step.
 STEP_S = "HTTP_COST_STEP_S"
 _SEATS = 1024
-#: The tokens: single letters.
+#: Tokens are single letters: the code of the first, and their number.
 _A, _LETTERS = 97, 26
 
 
 class PacedCore(Core):
-    """Steps take their time, as those of a device do."""
+    """A core whose steps take a fixed time, like a device's."""
 
     def __init__(self, step_s: float):
         super().__init__()
@@ -54,16 +54,16 @@ class PacedCore(Core):
         return SequenceEvent("seated", row.request.id, 0, row.seat, self.steps, 0.0, 1, 0)
 
     def learn(self, tokenizer: str) -> None:
-        """It has no grammars."""
+        """Do nothing: this core has no grammars."""
 
     def check(self) -> None:
-        """It has no pages."""
+        """Do nothing: this core has no pages."""
 
 
 def build(
     config: Config, source: ModelSource, progress: Callable[[Progress], None]
 ) -> tuple[PacedCore, EngineInfo]:
-    """As `jitney.engine.core.build:build_engine`."""
+    """Build the core; has the signature of `jitney.engine.core.build:build_engine`."""
     info = engine_info(
         vocab_size=256,
         seats=_SEATS,

@@ -1,12 +1,12 @@
-"""Measures tile sizes of attention on the NVIDIA GPU at hand, and prints rows for
+"""Measures tile sizes of attention on this machine's NVIDIA GPU, and prints rows for
 `kernels/triton_gpu/tiles.py`.
 
 python docs/benchmarks/triton_configs.py [--dims 64 128 256] [--groups 4 32] [--pages 16 128]
 [--quick]
 
 Decode is measured at 32 sequences of 4096 keys and at one of 32768, prompts at 4096 rows; all in
-bfloat16 with 8 key heads. Candidates that do not compile are left out. Beside each winner: its
-share of what a plain copy, or a bfloat16 product, reaches in the same run.
+bfloat16 with 8 key heads. Candidates that do not compile are left out. Each winner is printed with
+its share of the rate of a plain copy, or of a bfloat16 product, in the same run.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def seconds(work: Callable[..., jax.Array], x: jax.Array, *rest: Any) -> float:
     """Device seconds of x = work(x, *rest), REPEATS times in one program; the median of ROUNDS."""
     loop = jax.jit(lambda x, *rest: jax.lax.fori_loop(0, REPEATS, lambda _, x: work(x, *rest), x))
     jax.block_until_ready(loop(x, *rest))
-    taken = []
+    times = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
         jax.block_until_ready(loop(x, *rest))
-        taken.append((time.perf_counter() - started) / REPEATS)
-    return float(np.median(taken))
+        times.append((time.perf_counter() - started) / REPEATS)
+    return float(np.median(times))
 
 
 def copy_bandwidth() -> float:
@@ -70,7 +70,7 @@ def batch(
     seqs = len(lengths)
     order = np.random.default_rng(0).permutation(seqs * pages).astype(np.int32) + 1
     counts = np.array([seqs if rows == 1 else 0, seqs, seqs * rows], np.int32)
-    total = seqs * rows + (rows > 1)  # as many rows as sequences would be a bucket of decode only
+    total = seqs * rows + (rows > 1)  # with rows == seqs it would be a decode bucket
     meta = AttentionMeta(
         jnp.array(lengths, jnp.int32),
         jnp.arange(seqs + 1, dtype=jnp.int32) * rows,
@@ -96,7 +96,7 @@ def time_tiles(
     kernels = TritonKernels(JaxTriton(sm), lambda *_: tiles)
     try:
         return seconds(partial(attend, kernels), q, kv, meta)
-    except Exception as error:  # whatever compiler or driver say, the next candidate is tried
+    except Exception as error:  # after any compiler or driver error try the next candidate
         print(f"  {tiles} left out: {str(error).splitlines()[0][:100]}")
         return float("inf")
 
@@ -132,11 +132,11 @@ def best_decode(
         lengths: batch(list(lengths), 1, heads, dim, page) for lengths in ((4096,) * 32, (32768,))
     }
     candidates = list(decode_candidates(current, sm, quick))
-    taken = np.array(
+    times = np.array(
         [[time_tiles((tiles, prompt), sm, case) for case in cases.values()] for tiles in candidates]
     )
-    chosen = int(np.argmin((taken / taken.min(0)).sum(1)))
-    for lengths, spent in zip(cases, taken[chosen], strict=True):
+    chosen = int(np.argmin((times / times.min(0)).sum(1)))
+    for lengths, spent in zip(cases, times[chosen], strict=True):
         moved = sum(lengths) * 2 * KEY_HEADS * dim * 2
         share = moved / spent / bandwidth
         print(
@@ -150,13 +150,13 @@ def best_prompt(dim: int, group: int, page: int, sm: int, quick: bool, rate: flo
     decode, current = attention_tiles(sm, dim, 2, group, 2)
     case = batch([4096], 4096, group * KEY_HEADS, dim, page)
     candidates = list(prompt_candidates(current, quick))
-    taken = [time_tiles((decode, tiles), sm, case) for tiles in candidates]
-    chosen = int(np.argmin(taken))
+    times = [time_tiles((decode, tiles), sm, case) for tiles in candidates]
+    chosen = int(np.argmin(times))
     work = (
         4 * group * KEY_HEADS * dim * 4096 * 4096 / 2
     )  # two products, half of them behind the causal mask
     print(
-        f"  prompt of 4096: {taken[chosen] * 1e3:.2f} ms, {work / taken[chosen] / rate:.0%} of a "
+        f"  prompt of 4096: {times[chosen] * 1e3:.2f} ms, {work / times[chosen] / rate:.0%} of a "
         "product's rate"
     )
     return candidates[chosen]
