@@ -1,10 +1,10 @@
-// The band over the seats: what an operator asks first, each figure with its last minutes or hours as a line.
+// The band above the seats: the main figures for an operator, each with a line of its last minutes or hours.
 
 import {colour, count, make, mark, onWidth, pen, percent, resize, say, seconds} from "./dom.js";
 import {limitOf} from "./history.js";
 import {KEPT_S} from "./stays.js";
 
-/** Seconds of the past in words. */
+/** A span of time in the past, in words. */
 const inWords = (reach) => (reach > KEPT_S ? `${count(reach / 3600)} hours` : "ten minutes");
 /** Height of a chart in CSS pixels. */
 const HIGH = 38;
@@ -30,8 +30,8 @@ const latency = (value) =>
 const largest = (values) => Math.max(...values);
 const mean = (values) => values.reduce((all, value) => all + value, 0) / values.length;
 
-/** Of each figure: name; curves, as [value of a bin, colour], the main one last; pool, how several bins become a point;
- *  words(now), as [value, details, class]. now: see `Band.show`. */
+/** The figures: name; curves as [value of a bin, colour], the main one last; pool: combines several bins into a point;
+ *  words(now) returns [value, details, class]. now: see `Band.show`. */
 const FIGURES = [
   {name: "First token", curves: points("ttft"), pool: largest, words: ({ttft}) => latency(ttft)},
   {name: "Between tokens", curves: points("itl"), pool: largest, words: ({itl}) => latency(itl)},
@@ -87,17 +87,17 @@ const FIGURES = [
 const useful = (bin) => bin.rows.prefill + bin.rows.decode + bin.rows.accepted;
 const hitShare = (cached, read) => (cached + read ? cached / (cached + read) : null);
 
-/** The price of this engine for an hour, as the reader gave it; null: none. */
+/** The price of this engine for an hour, as the reader entered it; null: none. */
 let price = storedPrice();
 export const pricePerHour = () => price;
 
-/** Keep a price, in this browser if it keeps anything. */
+/** Store a price in this browser, if the browser allows it. */
 export function setPricePerHour(text) {
   price = Number(text) || null;
   try {
     localStorage.setItem(STORE, text);
   } catch {
-    // it is kept as long as the page is open
+    // then the price is lost when the page closes
   }
 }
 
@@ -110,7 +110,7 @@ function storedPrice() {
 }
 
 export class Band {
-  /** element: a dl. onPoint(t): the reader points at a moment of what is shown; null: at none. */
+  /** element: a dl. onPoint(t): the reader points at the moment t of a line; null: at none. */
   constructor(element, onPoint) {
     this.drawnAt = -Infinity;
     this.now = 0;
@@ -141,9 +141,9 @@ export class Band {
     this.drawnAt = -Infinity;
   }
 
-  /** now: {ttft, itl (percentiles or null), output, prompt (tok/s), waiting, predicted (seconds), pages, allPages, hits,
-   *  limit, busy (shares), refused, price}. t: the moment they are of; newest: the newest second known; reach: seconds
-   *  that the lines go back. */
+  /** now: {ttft, itl (percentiles or null), output, prompt (tok/s), waiting, predicted (seconds), pages, allPages,
+   *  hits, limit, busy (shares), refused, price}. t: the moment of these figures; newest: the newest recorded second;
+   *  reach: seconds that the lines go back. */
   show(now, history, {t, newest, reach}) {
     const drawn = performance.now() - this.drawnAt < EVERY_MS && this.marked === t && this.reach === reach;
     this.now = newest;
@@ -182,7 +182,7 @@ export class Band {
   }
 }
 
-/** At most `most` points of the bins, null where nothing is known. */
+/** The bins combined into at most `most` points; null where nothing is recorded. */
 function pooled(bins, value, pool, most) {
   const each = Math.ceil(bins.length / Math.max(1, most));
   const line = [];
@@ -213,7 +213,7 @@ function stroke(context, line, {width, most, ink, isMain}) {
   context.stroke();
 }
 
-/** The figures of now, of the feed's metrics. */
+/** The live figures, from the feed's metrics. */
 export function figuresNow({metrics, history, t, allPages}) {
   const cached = history.total((bin) => bin.cached_tokens, t, MINUTE_S);
   const read = history.total((bin) => bin.rows.prefill, t, MINUTE_S);
@@ -234,7 +234,7 @@ export function figuresNow({metrics, history, t, allPages}) {
   };
 }
 
-/** The figures of a moment of the past, of its bin. */
+/** The figures of a past moment, from its bin. */
 export function figuresThen({history, t, allPages}) {
   const bin = history.at(t);
   return {

@@ -1,5 +1,5 @@
-// How one seat looks. Large cells carry words; small ones are stamped from a sheet of ready pictures, because a
-// thousand paths a frame would cost more than the frame has.
+// Draws one seat. Large cells have words; small ones are copied from a sheet of prepared pictures, because a thousand
+// paths would take longer than a frame.
 
 import {colour} from "./dom.js";
 
@@ -11,10 +11,10 @@ export const VERB = {
   held: "held until its batch is done",
   gone: "gone: there is no engine",
 };
-/** Degrees of brightness: how far a sequence has come. */
+/** Number of brightness levels, which show a sequence's progress. */
 export const LEVELS = 16;
 
-/** Colours by state: empty part, done part under words and without, words, border. */
+/** Colours by state: empty part, done part with and without words, words, border. */
 const PAINTS = {
   free: ["panel", "panel", "panel", "faint", "line"],
   prefill: ["prefill-soft", "prefill-mid", "prefill", "ink", "prefill"],
@@ -29,7 +29,7 @@ function paints(state) {
   return {soft, mid, full, ink, border};
 }
 
-/** A cell with words: {state, level, name (the seat), text}; the darker part is what is done. */
+/** Draw a cell with words: {state, level, name (the seat), text}; the darker part is the part done. */
 export function drawLarge(pen, width, height, cell) {
   const {soft, mid, ink, border} = paints(cell.state);
   const done = Math.round((width * cell.level) / LEVELS);
@@ -66,7 +66,7 @@ function words(pen, width, height, {state, name, text}, ink) {
   pen.fillText(text, 9, height - 14, width - 14);
 }
 
-/** Diagonal lines: the second sign, besides colour, that a prompt is being read. */
+/** Diagonal lines: a second sign, besides colour, that the prompt is being computed. */
 function stripes(pen, width, height) {
   pen.save();
   pen.beginPath();
@@ -83,7 +83,7 @@ function stripes(pen, width, height) {
   pen.restore();
 }
 
-/** Ready pictures of all small cells: a row a state, a column a level. */
+/** Prepared pictures of all small cells: a row per state, a column per level. */
 export class Sheet {
   constructor(states, width, height, ratio) {
     Object.assign(this, {
@@ -123,8 +123,8 @@ export class Sheet {
   }
 }
 
-/** Brightness is progress; the sign in the cell is the state: a filled block generates, two strokes read, a frame is
- *  held, a thin outline is free. */
+/** Draw a small cell. Brightness is progress; the sign is the state: a filled block generates, two strokes compute the
+ *  prompt, a frame is held, a thin outline is free. */
 function small(pen, width, height, state, level) {
   const {soft, full, border} = paints(state);
   const share = level / LEVELS;

@@ -1,5 +1,5 @@
-// The Plotly charts. Each is drawn once a second at most, one an animation frame, and only where it can be seen. Plotly
-// is large: it is fetched when the first chart comes into view.
+// The Plotly charts. Each is drawn at most once a second, one per animation frame, and only while visible. Plotly is
+// large, so it is loaded when the first chart becomes visible.
 
 import {$, colour, isDark, table, watchVisible} from "./dom.js";
 import {depthInWords} from "./memory.js";
@@ -11,20 +11,20 @@ const ENDS = [
   ["abort", "client left"],
   ["error", "error"],
 ];
-/** Ends that gave the client what it asked for; shown even where there were none. */
+/** Finish reasons of served requests; shown even where their count is 0. */
 const SERVED = ["stop", "length"];
-/** Lines of what is only known where sequences boarded or wrote. */
+/** Lines that are drawn across bins without a value. */
 const CONNECTED = new Set(["wait for a seat", "first token", "between tokens"]);
 const CONFIG = {displayModeBar: false, responsive: true};
 const EVERY_MS = 1000;
-/** Milliseconds between two drawings of any charts: under 5 % of the frames hold one, however many can be seen. */
+/** Milliseconds between drawings of any two charts: under 5 % of the frames draw one, however many are visible. */
 const APART_MS = 350;
 /** Points of a line, however long the span. */
 const MOST_POINTS = 600;
 
 let loading = null;
 
-/** Plotly, once; the promise is shared. */
+/** Load Plotly once; all callers share the promise. */
 function plotly() {
   loading ??= new Promise((resolve, reject) => {
     const script = document.createElement("script");
@@ -67,7 +67,7 @@ const STEP_MS = [
   ["host gap", (bin) => (1000 * bin.gap_s) / bin.steps, "prefill", "dash"],
 ];
 
-/** What a chart draws, by the id of its element: (moment) -> [traces, unit, more layout]. */
+/** The content of each chart, by its element's id: (moment) -> [traces, unit, more layout]. */
 const CHARTS = {
   "chart-rate": (moment) => [lines(moment, RATE), "tok/s"],
   "chart-queue": (moment) => [
@@ -127,17 +127,17 @@ export class Charts {
     if (!due.length) {
       return;
     }
-    // The one that waited longest: where frames are slow, the first in the list must not take all turns.
+    // The chart that waited longest: with slow frames, the first one in the list must not take all turns.
     const oldest = due.reduce((a, b) => (age(b) > age(a) ? b : a));
     this.draw(oldest, moment(), now);
   }
 
-  /** Draw all of them again as soon as they can be seen. */
+  /** Draw all charts again as soon as they are visible. */
   refresh() {
     this.drawnAt = {};
   }
 
-  /** Plotly, once. */
+  /** Load Plotly once. */
   load() {
     this.ready ??= plotly().then(
       (Plotly) => {
@@ -160,14 +160,14 @@ export class Charts {
   }
 }
 
-/** x: seconds before the moment; series(value): one number a bin, or null where nothing is known. */
+/** x: seconds before the moment; series(value): one number per bin, or null where nothing is recorded. */
 function prepared(moment) {
   const seconds = moment.history.seconds(moment.t, Math.min(MOST_POINTS, moment.span));
   const series = (value) => seconds.map(([, bin]) => (bin ? value(bin) : null));
   return {...moment, x: seconds.map(([ago]) => ago), series};
 }
 
-/** hasValue(bin): false where the value would mean nothing. */
+/** hasValue(bin): false where the value is undefined. */
 function lines({x, series}, table, hasValue = () => true) {
   return table.map(([name, value, ink, dash]) => {
     const y = series((bin) => (hasValue(bin) ? value(bin) : null));
@@ -213,13 +213,13 @@ function area({x, series}, kind) {
   };
 }
 
-/** The pages held of the layers with a window, which the page knows since it was opened. */
+/** Pages held by layers with a window; recorded only since the page was opened. */
 function windowLine(window, i) {
   const heldPages = ({windows}) => (windows?.[window] ? windows[window].held + windows[window].shared : null);
   return [`held, window ${window}`, heldPages, `hue-${(i + 1) % 8}`, "dash"];
 }
 
-/** Pages of each tenant, stacked. memory: of dashboard/memory.py; null: not known yet. */
+/** Pages of each tenant, stacked. memory: the answer of dashboard/memory.py; null: not loaded yet. */
 function tenantAreas(memory) {
   return (memory?.tenants ?? []).map(({name, pages}, i) => ({
     x: pages.map((_, j) => ((memory.t - memory.from) * (j / (pages.length - 1) - 1))),
@@ -267,7 +267,7 @@ function distribution(histograms, kinds) {
   return [traces, "in the last minute", extra];
 }
 
-/** A bar for each way in which sequences ended, and for each reason to refuse them. */
+/** A bar for each finish reason, and for each reason for refusals. */
 function endBars({finished, rejected}) {
   const bars = [];
   for (const [reason, name] of ENDS) {
@@ -308,7 +308,7 @@ function endLayout() {
 
 const short = (seconds) =>
   seconds < 1 ? `${+(seconds * 1000).toPrecision(3)} ms` : `${+seconds.toPrecision(3)} s`;
-/** Plotly reads tags in texts; what comes from the engine must not hold any. */
+/** Plotly interprets tags in texts, so remove them from the engine's texts. */
 const plain = (text) => text.replace(/[<>&]/g, "·");
 
 function layout(unit, extra, span) {

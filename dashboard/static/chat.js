@@ -1,26 +1,27 @@
-// The chat beside the seats: one conversation, or two with different settings. Nothing is stored; what a reader wants to
-// keep is saved as a file.
+// The chat beside the seats: one conversation, or two with different settings. Nothing is stored; the reader can save
+// the conversation as a file.
 
 import {asCurl, asPython, stream} from "./completion.js";
 import {$, saveFile, say, seconds} from "./dom.js";
 import {Talk, alternatives} from "./talk.js";
 
-/** A busload: requests of four answers each. A browser opens six connections to a server, and the feed has one. */
+/** A busload: token limits of its requests, of four answers each. A browser opens 6 connections to a server; the feed
+ *  has one. */
 const BUSLOAD = [32, 64, 96, 160];
 const ANSWERS = 4;
-/** Where it has none, as on a phone, a focused box is half covered. */
+/** Without a keyboard, as on a phone, a focused text box is half covered. */
 const hasKeyboard = matchMedia("(hover: hover)");
 
 export class Chat {
-  /** Ids are x-request-ids. page.place(id): where a request waits, in words. page.began(id), page.ended(id): a request of
-   *  this reader's. page.tell(id): show the story of a request. */
+  /** Ids are x-request-ids. page.place(id): a request's place in the queue, in words. page.began(id), page.ended(id): a
+   *  request of this reader begins or ends. page.tell(id): show the request's story. */
   constructor(page) {
     this.page = page;
     this.needsKey = false;
-    this.isListed = true; // no engine is known yet
+    this.isListed = true; // before the first engine is known
     this.editing = null; // number of the turn whose text is in the box
     this.trouble = "";
-    this.unseen = new Set(); // requests of busloads
+    this.unseen = new Set(); // ids of busload requests
     const own = {
       shared: () => this.shared(),
       key: () => $("chat-key").value,
@@ -49,7 +50,7 @@ export class Chat {
       } else if (event.key === "ArrowUp" && !$("prompt").value) {
         this.editLast(event);
       } else if (event.key === "Escape" && !this.busy) {
-        $("prompt").blur(); // the keys of the views work again
+        $("prompt").blur(); // so that the keys of the views work again
       }
     });
     $("view-chat").addEventListener("keydown", (event) => {
@@ -68,7 +69,7 @@ export class Chat {
     $("chat-code").addEventListener("toggle", () => this.changed());
   }
 
-  /** Another engine, or the same again. */
+  /** Show another engine, or the same again. */
   greet({info, needs_key: needsKey}) {
     this.needsKey = needsKey;
     $("chat-key").parentElement.hidden = !needsKey;
@@ -76,7 +77,7 @@ export class Chat {
     this.isListed = false;
   }
 
-  /** The view is on the screen: one can write at once, and adapters are offered beside the model. */
+  /** The view becomes visible: focus the text box, and offer adapters beside the model. */
   async open() {
     if (hasKeyboard.matches) {
       this.focus();
@@ -106,7 +107,7 @@ export class Chat {
     return this.talks.some(({running}) => running);
   }
 
-  /** Fields that both conversations send. Throws SyntaxError for what is no JSON. */
+  /** Fields that both conversations send. Throws SyntaxError for invalid JSON. */
   shared() {
     const tools = $("chat-tools").value.trim();
     const schema = $("chat-schema").value.trim();
@@ -151,7 +152,7 @@ export class Chat {
     this.focus();
   }
 
-  /** Change the newest question, by the key that a terminal has for it. */
+  /** Edit the newest question; arrow up does this, as in a terminal. */
   editLast(event) {
     const {turns} = this.talks[0];
     const turn = turns.findLastIndex(({role}) => role === "user");
@@ -165,7 +166,7 @@ export class Chat {
     $("prompt").focus({preventScroll: true});
   }
 
-  /** Requests that fill the seats. Their answers are not shown here. */
+  /** Send requests that fill the seats. Their answers are not shown here. */
   sendBusload() {
     BUSLOAD.forEach((max_tokens) => this.sendUnseen({max_tokens, n: ANSWERS}));
   }
@@ -200,7 +201,7 @@ export class Chat {
     }
   }
 
-  /** Once for each picture: where the answers wait. */
+  /** Call in each animation frame: show where the answers wait. */
   frame() {
     for (const talk of this.talks) {
       if (talk.pending) {
@@ -212,7 +213,7 @@ export class Chat {
   }
 }
 
-/** Where a request is before its first token. waiting: see queue.js; predicted: of a newcomer, seconds. */
+/** A request's place before its first token, in words. waiting: see queue.js; predicted: seconds, of a new request. */
 export function placeInWords(waiting, id, now, predicted) {
   const position = waiting.find(id);
   if (!position) {

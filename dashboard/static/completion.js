@@ -1,11 +1,11 @@
-// One streamed chat completion of this engine, and the same call for a terminal and for Python.
+// One streamed chat completion of this engine, and the same call as a curl command and in Python.
 
 import {blocks} from "./feed.js";
 
 const PATH = "v1/chat/completions";
 
-/** The chunks of a streamed chat completion; throws Error with the server's own words. id: the request's name, by which
- *  the page finds it before the first token; key: "" where none is needed. */
+/** The chunks of a streamed chat completion; throws Error with the server's own message. id: the x-request-id, by which
+ *  the page finds the request before the first token; key: "" where none is needed. */
 export async function* stream(body, {id, key, signal}) {
   const reply = await fetch(`../${PATH}`, {
     method: "POST",
@@ -22,7 +22,7 @@ export async function* stream(body, {id, key, signal}) {
   }
   for await (const block of blocks(reply.body)) {
     if (!block.startsWith("data: {")) {
-      continue; // the mark at the end
+      continue; // the end marker
     }
     const chunk = JSON.parse(block.slice(6));
     if (chunk.error) {
@@ -32,7 +32,7 @@ export async function* stream(body, {id, key, signal}) {
   }
 }
 
-/** A line for a terminal. */
+/** A curl command. */
 export function asCurl(body, needsKey, path = PATH) {
   const key = needsKey ? ' -H "authorization: Bearer $JITNEY_API_KEY"' : "";
   const data = JSON.stringify(body).replaceAll("'", "'\\''");
@@ -55,7 +55,7 @@ export function asPython(body, needsKey) {
   ].join("\n");
 }
 
-/** A JSON value in Python. */
+/** A JSON value in Python syntax. */
 function asLiteral(value) {
   if (value === null) {
     return "None";

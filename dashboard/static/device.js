@@ -1,4 +1,4 @@
-// How much of its device the engine uses; what is not known is said to be unknown.
+// The share of its device that the engine uses; unknown values are shown as unknown.
 
 import {make, percent, say} from "./dom.js";
 

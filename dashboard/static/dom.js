@@ -2,7 +2,7 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element whose children are text nodes or elements: what comes from the engine never becomes markup. */
+/** An element whose children are text nodes or elements, so that text from the engine never becomes markup. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -37,7 +37,7 @@ export function saveFile(name, type, text) {
   URL.revokeObjectURL(link.href);
 }
 
-/** A table of plain values. Rows stay the same elements, so that drawing it again moves neither focus nor scroll. */
+/** Fill a table with plain values. Row elements are reused, so that redrawing moves neither focus nor scroll. */
 export function table(element, head, rows) {
   if (!element.tHead) {
     element.createTHead().append(heading(head));
@@ -81,7 +81,7 @@ export const short = (text, length) =>
   text.length > length ? text.slice(0, length - 1) + "…" : text;
 export const sum = (counts) => Object.values(counts).reduce((all, value) => all + value, 0);
 
-/** Seconds as people read them: 850 µs, 12 ms, 1.25 s, 3 min 20 s, 2 h 5 min. */
+/** Seconds in readable units: 850 µs, 12 ms, 1.25 s, 3 min 20 s, 2 h 5 min. */
 export function seconds(value) {
   if (value === null || value === undefined) {
     return "–";
@@ -107,7 +107,7 @@ darkScheme.addEventListener("change", () => {
   styles = null;
 });
 
-/** Whether the page is shown light on dark. */
+/** Whether the page uses the dark colour scheme. */
 export const isDark = () => darkScheme.matches;
 
 /** A colour of style.css by its name, for canvases and charts. */
@@ -149,7 +149,7 @@ export function pen(canvas) {
   return context;
 }
 
-/** Calls `then(width, height)` when the element gets another size: layout is read there, never while drawing. */
+/** Call `then(width, height)` when the element changes size: layout is read there, never while drawing. */
 export function onSize(element, then) {
   let last = "";
   new ResizeObserver(([{contentRect}]) => {
@@ -161,7 +161,7 @@ export function onSize(element, then) {
   }).observe(element);
 }
 
-/** As onSize, for another width alone. */
+/** Like onSize, for changes of the width only. */
 export function onWidth(element, then) {
   let last = 0;
   onSize(element, (width) => {
@@ -171,7 +171,7 @@ export function onWidth(element, then) {
   });
 }
 
-/** Call an action by its key, where the key has no meaning of its own. */
+/** Call an action by its key, unless the key has a meaning of its own in the focused element. */
 export function onKeys(actions) {
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) {
@@ -186,7 +186,7 @@ export function onKeys(actions) {
   });
 }
 
-/** Keeps track of which elements are on the screen; `visible(element)` costs nothing. */
+/** Track which elements are on the screen; `visible(element)` does not read the layout. */
 export function watchVisible(elements, margin = "200px") {
   const seen = new Set();
   const observer = new IntersectionObserver(

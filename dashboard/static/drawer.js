@@ -1,4 +1,4 @@
-// One request in full: why it was slow in plain words, its waterfall, the rhythm of its tokens.
+// One request in full: the causes of its latency in plain words, its waterfall, the gaps between its tokens.
 
 import {$, make, percent, seconds, short, table} from "./dom.js";
 import {ask} from "./feed.js";
@@ -15,12 +15,12 @@ const CAUSE = {
   decode: "generating its tokens",
   host_gap: "the device waiting for the host",
 };
-/** Lines of a waterfall; a prompt of more chunks goes on in the table. */
+/** Most lines of a waterfall; further chunks of a prompt are only in the table. */
 const LINES = 60;
 const PHASE = {queue: "waiting", prefill: "prompt", decode: "generating"};
 
 export class Drawer {
-  /** onShow(detail): the reader wants to see it on the timeline. */
+  /** onShow(detail): called when the reader wants to see the request on the timeline. */
   constructor(dialog, base, onShow) {
     Object.assign(this, {dialog, base, timer: null, detail: null});
     dialog.querySelector(".show").addEventListener("click", () => {
@@ -53,7 +53,7 @@ export class Drawer {
     return this.dialog.querySelector(".body");
   }
 
-  /** Again every second while it is under way. */
+  /** Load the request, and again every second while it runs. */
   async refresh(what) {
     clearTimeout(this.timer);
     let detail = null;
@@ -100,14 +100,14 @@ export class Drawer {
   }
 }
 
-/** Why one never boarded, in the words that its client was given. */
+/** Why a sequence never boarded, in the words that its client got. */
 function refusal({status, message, code, e2e_s: after}) {
   return `Refused (${status}) after ${seconds(after)}: ${message || code}.`;
 }
 
 const total = (detail) => detail.causes.reduce((all, cause) => all + cause.seconds, 0);
 
-/** The answer in one sentence. */
+/** A summary in one sentence. */
 function verdict(detail) {
   const all = total(detail);
   const [most, next] = detail.causes;
@@ -163,7 +163,7 @@ function facts(detail) {
   return make("dl", {class: "facts wide"}, ...entries);
 }
 
-/** Who sat where it boarded, while it waited. */
+/** Requests that had the seat while this one waited for it. */
 function sitters({sitters: occupants, arrival}) {
   const words = ({request, to}) => `${request ? short(request, 14) : "another user's"} until ${seconds(to - arrival)}`;
   return occupants?.map(words).join(", ");
@@ -175,7 +175,7 @@ function causes(detail) {
   return make("ul", {class: "causes"}, ...spent.map((cause) => causeLine(cause, all)));
 }
 
-/** all: seconds of all causes. */
+/** all: total seconds of all causes. */
 function causeLine(cause, all) {
   const bar = make("span", {class: `bar cause-${cause.code}`, "aria-hidden": "true"});
   bar.style.width = `${(100 * cause.seconds) / all}%`;
@@ -189,7 +189,7 @@ function causeLine(cause, all) {
   );
 }
 
-/** A line a phase and a prompt chunk, each as far along as it happened. */
+/** A line per phase and prompt chunk, each at its time. */
 function waterfall(detail) {
   const end = detail.finished ?? detail.arrival + total(detail);
   const phases = detail.phases.map((phase) => {
@@ -258,7 +258,7 @@ function cadence(detail) {
   );
 }
 
-/** The longest pauses between tokens, for those who cannot see the bars. */
+/** The longest gaps between tokens as text, for readers who cannot see the bars. */
 function pauses({cadence: {t}, arrival}) {
   const all = t.slice(1).map((time, i) => ({token: i + 2, at: time - arrival, gap: time - t[i]}));
   const element = make("table", {});

@@ -1,18 +1,18 @@
-// What the page knows of the engine: the last key frame with every delta since applied to it. The feed's fields are
+// The engine's state on the page: the last key frame with every later delta applied to it. The feed's fields are
 // explained in dashboard/sse.py.
 
 import {bytes} from "./dom.js";
 
-/** A seat's numbers, in the order in which a delta carries them. */
+/** A seat's numbers, in the order of a delta. */
 const NUMBERS = ["index", "n_prompt", "n_computed", "n_output", "max_tokens"];
 const MOST_NOTES = 50;
-/** For how long a page shows at least that a seat got several tokens at once. */
+/** Least milliseconds for which the page shows that a seat got several tokens at once. */
 const LEAP_MS = 150;
-/** States without an engine that serves. */
+/** States in which no engine serves. */
 const GONE = ["loading", "restarting", "dead"];
 
-/** The seats as arrays with one entry a seat: state (its place in hello.seat_states), request, NUMBERS, and leapt, when
- *  it got more tokens than one a step (performance.now()), 0 some time later. */
+/** The seats as arrays with one entry per seat: state (index into hello.seat_states), request, NUMBERS, and leapt:
+ *  performance.now() at which it got more than one token a step; 0 some time later. */
 export class Seats {
   constructor(count) {
     this.count = count;
@@ -50,7 +50,7 @@ export class Seats {
     }
   }
 
-  /** Every generating sequence made one token a step; what differs from that comes by name. */
+  /** Add one token a step to every generating sequence; deltas name the seats that differ. */
   advance(steps, decode) {
     const since = performance.now() - LEAP_MS;
     for (let i = 0; i < this.count; i++) {
@@ -68,7 +68,7 @@ export class Seats {
 export class Engine {
   constructor() {
     this.hello = null;
-    this.frame = null; // the newest key frame's fields, those of later deltas over them
+    this.frame = null; // fields of the newest key frame, overwritten by later deltas
     this.seats = null;
     this.pages = null; // per_cell, cells (Uint8Array), counts, windows
     this.notes = [];
@@ -86,23 +86,23 @@ export class Engine {
     return this.info?.seats ?? this.seats?.count ?? 0;
   }
 
-  /** Whether one that served is gone. */
+  /** Whether an engine that served is gone. */
   get gone() {
     return this.outages.at(-1)?.ready === null;
   }
 
-  /** The times without an engine, oldest first: {began, cause, restart, n_resumed, n_lost, n_streams, n_flowing, ready,
-   *  flowing}. */
+  /** Outages (times without an engine), oldest first: {began, cause, restart, n_resumed, n_lost, n_streams, n_flowing,
+   *  ready, flowing}. */
   get outages() {
     return this.frame?.outages ?? [];
   }
 
-  /** Whether there was no engine at t. */
+  /** Whether there was no engine at time t. */
   goneAt(t) {
     return this.outages.some(({began, ready}) => began <= t && t < (ready ?? Infinity));
   }
 
-  /** Whether it serves requests. */
+  /** Whether the engine serves requests. */
   get serving() {
     return this.frame?.state === "ready" || this.frame?.state === "draining";
   }
@@ -116,7 +116,7 @@ export class Engine {
     if (frame.seats) {
       this.seats = Seats.from(frame.seats);
     } else if (GONE.includes(frame.state)) {
-      this.seats = null; // an engine that is gone has no taken seats
+      this.seats = null; // without an engine no seat is taken
       this.pages = null;
     }
     if (frame.pages) {
@@ -125,7 +125,7 @@ export class Engine {
     this.notes = frame.notes ?? this.notes;
   }
 
-  /** False if there is no key frame that the delta could stand on. */
+  /** Apply a delta; false if there is no key frame to apply it to. */
   applyDelta(delta) {
     const before = this.frame;
     if (!before) {
@@ -150,14 +150,14 @@ export class Engine {
     Object.assign(this.pages, {counts, windows});
   }
 
-  /** One of the same code and time as one before takes its place. */
+  /** Add a note; it replaces an earlier one of the same code and time. */
   addNote(note) {
     const at = this.notes.findIndex(({code, t}) => code === note.code && t === note.t);
     const notes = at < 0 ? [...this.notes, note] : this.notes.with(at, note);
     this.notes = notes.slice(-MOST_NOTES);
   }
 
-  /** How many seats are in this state. */
+  /** Number of seats in this state. */
   count(name) {
     const code = this.code(name);
     let seats = 0;
@@ -169,7 +169,7 @@ export class Engine {
     return seats;
   }
 
-  /** Seats that are taken. */
+  /** Number of taken seats. */
   get taken() {
     if (!this.seats) {
       return this.frame?.metrics.seats_busy ?? 0;

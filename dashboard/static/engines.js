@@ -1,11 +1,11 @@
-// Which engine the page shows, and the way to others, where it is one of several.
+// Chooses the engine that the page shows, and links to the others.
 
 import {make} from "./dom.js";
 import {ask} from "./feed.js";
 
 const EVERY_MS = 5000;
 
-/** Watch this page's engine and offer the others. start(base, standalone). listed: the list, if it is known. */
+/** Watch this page's engine and offer the others. start(base, standalone). listed: the list, if already loaded. */
 export async function setUpEngines(select, start, listed) {
   const alone = {standalone: false, engines: [{name: "", base: "", state: "unknown"}]};
   const listing = listed ?? (await ask("engines").catch(() => alone));

@@ -6,8 +6,8 @@ const LONGEST_WAIT = 5000;
 const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
 /** Watch the engine at `base` until `signal` is aborted. on.event(name, data); on.trouble(text) when there is no feed;
- *  both may be called many times. What was missed while away is asked for by the id of the last event seen; id: of one
- *  seen before. */
+ *  both may be called many times. After a reconnect the server sends missed events after the last event's id. id: of an
+ *  event received earlier. */
 export async function watch(base, on, signal, id = null) {
   const seen = {id, retry: 0};
   for (let wait = FIRST_WAIT; !signal.aborted; wait = Math.min(LONGEST_WAIT, wait * 1.5)) {
@@ -20,7 +20,7 @@ export async function watch(base, on, signal, id = null) {
       if (signal.aborted) {
         return;
       }
-      // A TypeError is the network; anything else is our own mistake.
+      // A TypeError is a network error; any other error is a bug of the page.
       if (!(error instanceof TypeError)) {
         throw error;
       }
@@ -29,7 +29,7 @@ export async function watch(base, on, signal, id = null) {
   }
 }
 
-/** One connection, to its end; true if it was accepted. */
+/** Read one connection to its end; returns true if the server accepted it. */
 async function connect(base, on, signal, seen) {
   const headers = {accept: "text/event-stream", ...(seen.id ? {"last-event-id": seen.id} : {})};
   const answer = await fetch(`${base}feed`, {headers, cache: "no-store", signal});
@@ -80,7 +80,7 @@ export function parse(block) {
   return {event: fields.event, id: fields.id, data: JSON.parse(fields.data)};
 }
 
-/** JSON of one of the engine's other answers; throws Error with the server's own words. */
+/** The JSON of another of the engine's routes; throws Error with the server's own message. */
 export async function ask(path, options = {}) {
   const answer = await fetch(path, {cache: "no-store", ...options}).catch(() => null);
   if (!answer) {

@@ -1,5 +1,5 @@
-// The page of a fleet: one feed tells of all replicas (its fields are explained in dashboard/fleet.py), and the newest
-// frame is drawn, once per animation frame at most.
+// The page of a fleet: one feed describes all replicas (its fields are explained in dashboard/fleet.py), and the newest
+// frame is drawn at most once per animation frame.
 
 import {$, count, legend, make, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
 import {watch} from "./feed.js";
@@ -14,7 +14,7 @@ import {Work} from "./work.js";
 /** The version of the feed that this page reads. */
 const FEED_VERSION = 2;
 const STALE_MS = 3000;
-/** Milliseconds between two pictures for those who want little to move, and between two fillings of the table. */
+/** Milliseconds between two drawings with reduced motion, and between two updates of the table. */
 const STILL_MS = 1900;
 const FILL_MS = 900;
 const HEAD = [
@@ -34,7 +34,7 @@ const HEAD = [
 ];
 
 let hello = null;
-let fleet = null; // the newest frame, with every delta since: t, sums, replicas
+let fleet = null; // the newest frame with later deltas applied: t, sums, replicas
 let heardAt = performance.now();
 let trouble = "";
 let scheduled = false;
@@ -42,7 +42,7 @@ let shownAt = 0;
 let filledAt = 0;
 const replicas = new Replicas($("replicas"), $("found"));
 replicas.onMeasured = schedule;
-let candidates = []; // names of replicas
+let candidates = []; // names of candidates' replicas
 const rollouts = new Rollouts($("rollouts"), $("rollout-list"), $("confirm"), (names) => {
   candidates = names;
   replicas.markCandidates(names);
@@ -134,7 +134,7 @@ function draw(now) {
   }
 }
 
-/** Seats taken, requests that wait, and replicas that are missing. */
+/** The headline: taken seats, waiting requests, and missing replicas. */
 function headline({replicas: all, ready, seats, taken, waiting}) {
   if (all && !ready) {
     return all === 1 ? "The only replica is not ready" : `None of ${count(all)} replicas is ready`;
@@ -171,7 +171,7 @@ function showSums(sums) {
   );
 }
 
-/** How many requests went where, of a router that follows prefixes. */
+/** Counts of requests by route, for a router that follows prefixes. */
 const CHOICES = {
   known: "to the engine that has their beginning",
   moved: "elsewhere, since that one was busy or gone",
@@ -187,7 +187,7 @@ function showRouting(choices) {
 
 let tiles = null;
 
-/** The figures: of each its name, value, share (for a meter; undefined: it has none) and mark. */
+/** Show the figures: [name, value, share for a meter (undefined: no meter), mark] each. */
 function showTiles(values) {
   tiles ??= values.map(([name, , share]) => makeTile(name, share !== undefined));
   values.forEach(([, value, share, mark], i) => setTile(tiles[i], value, share, mark));
@@ -216,14 +216,14 @@ function setTile({tile, value, meter}, text, share, mark) {
   }
 }
 
-/** The tile of requests that were turned away. */
+/** The tile of refused requests. */
 function refusals({refused, refused_ever: ever}) {
   const lately = sum(refused);
   const value = lately ? `${count(lately)} a minute` : `${count(ever)} in all`;
   return ["Turned away", value, undefined, lately ? "full" : ""];
 }
 
-/** Whether requests are answered, as /readyz has it, in a word; see [data-state] in the style sheets. */
+/** The fleet's state in a word, as /readyz reports it; see [data-state] in the style sheets. */
 function stateNow(silent) {
   if (silent > STALE_MS) {
     return "stale";
@@ -238,7 +238,7 @@ function stateNow(silent) {
   return onTheWay ? "loading" : "unready";
 }
 
-/** What is wrong with the whole fleet; empty: nothing. */
+/** Text about what is wrong with the whole fleet; empty: nothing. */
 function troubleOf({sums: {unready, unready_models: models, refused}}) {
   const said = [];
   if (unready) {

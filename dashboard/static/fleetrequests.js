@@ -1,11 +1,11 @@
-// Requests of all replicas: a search that asks each of them, and the way to the story of one at its own replica.
+// Requests of all replicas: a search that asks each replica, and links to a request's story at its own replica.
 
 import {$, count, make, say, seconds} from "./dom.js";
 import {Listing, Polled} from "./listing.js";
 import {stateInWords} from "./requests.js";
 
 const EVERY_MS = 2000;
-/** Milliseconds of silence of the keyboard after which is searched. */
+/** Milliseconds without a key press after which the search starts. */
 const TYPED_MS = 250;
 
 const nameOf = ({request, index}) => (index ? `${request} (${index})` : request);
@@ -43,7 +43,7 @@ export class FleetRequests {
     return `?${new URLSearchParams({state: $("request-state").value, search: $("request-search").value.trim()})}`;
   }
 
-  /** Search for a text from now on. */
+  /** Search for a text. */
   find(text) {
     $("request-search").value = text;
     this.refresh();

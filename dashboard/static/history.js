@@ -1,14 +1,14 @@
-// Ten minutes in bins of one second: filled from the server's own account at first, from the feed's totals afterwards.
-// Behind them hours in coarser bins, as the server kept them.
+// Ten minutes in bins of one second: first from the server's history, then from the totals of the feed. Before them,
+// hours in coarser bins, as the server stores them.
 
 import {sum} from "./dom.js";
 import {KEPT_S} from "./stays.js";
 
-/** What a bin adds up, besides rows by kind. */
+/** Fields that a bin sums up, besides rows by kind. */
 const SUMS = ["steps", "step_s", "gap_s", "boarded", "preempted", "compiled", "refused", "cached_tokens"];
 const LATENCIES = ["wait", "ttft", "itl"];
 const POINTS = ["p50", "p95", "p99"];
-/** Seconds that the rates shown as figures look back. */
+/** Seconds over which the displayed rates are averaged. */
 const RATE_S = 3;
 /** Points of a curve over hours. */
 const POINTS_OF_HOURS = 300;
@@ -19,13 +19,13 @@ export function limitOf(device) {
   return shares.length ? Math.max(...shares) : null;
 }
 
-/** Percentiles of a latency in a column's place i; null: there are none. */
+/** Percentiles of a latency at index i of the columns; null: there are none. */
 function pointsAt(bins, name, i) {
   const points = POINTS.map((point) => [point, bins[`${name}_${point}`][i]]);
   return points[0][1] === null ? null : Object.fromEntries(points);
 }
 
-/** The device's share of its limit in a column's place i; null: not known. */
+/** The device's share of its limit at index i of the columns; null: not known. */
 const limitAt = (bins, i) => (bins.floor_s?.[i] ? bins.floor_s[i] / (bins.step_s[i] - bins.gap_s[i]) : null);
 
 const zeros = (names) => Object.fromEntries(names.map((name) => [name, 0]));
@@ -35,12 +35,12 @@ export class History {
     this.kinds = kinds;
     this.bins = new Map();
     this.recent = []; // {t, metrics} of the last RATE_S seconds
-    this.since = -Infinity; // totals are taken from here on
-    this.filledFrom = Infinity; // the server's account was taken in from here on
-    this.hours = null; // {width, bins: Map(place -> bin)}: what came before the ten minutes
+    this.since = -Infinity; // time from which the feed's totals are counted
+    this.filledFrom = Infinity; // time from which the server's bins are included
+    this.hours = null; // {width, bins: Map(index -> bin)}: bins before the ten minutes
   }
 
-  /** Take in the server's account of hours, `history`. Its bins tell what was in a second of theirs. */
+  /** Store the server's bins of hours (route `history`). Each stored bin is a mean second of its time. */
   fillHours({bins}) {
     const {width, t} = bins;
     this.hours = {width, bins: new Map(t.map((start, i) => [Math.round(start / width), this.hoursBin(bins, i)]))};
@@ -64,13 +64,13 @@ export class History {
     return bin;
   }
 
-  /** What is known of a moment: its second, or a second like those of its coarser bin. */
+  /** The bin of a moment: of its second, or a mean second of its coarser bin. */
   at(t) {
     return this.bins.get(Math.floor(t)) ?? this.hours?.bins.get(Math.floor(t / this.hours.width));
   }
 
-  /** The bins of the `reach` seconds before t, oldest first, undefined where nothing is known: each second of ten
-   *  minutes, or some of longer times. */
+  /** Bins of the `reach` seconds before t, oldest first, undefined where nothing is recorded: each second of ten
+   *  minutes, or POINTS_OF_HOURS samples of longer times. */
   series(t, reach) {
     if (reach <= KEPT_S) {
       return this.seconds(t, reach).map(([, bin]) => bin);
@@ -79,8 +79,8 @@ export class History {
     return Array.from({length: POINTS_OF_HOURS}, (_, i) => this.at(t - reach + (i + 0.5) * each));
   }
 
-  /** Add the server's bins of about one second up to time `now`, at which the feed's differences begin; of a second
-   *  account, those before the first. */
+  /** Add the server's bins of about one second up to time `now`, at which the feed's differences begin. A second call
+   *  adds only bins before those of the first. */
   fill({bins, from, kept_from: keptFrom}, now) {
     this.since = Math.max(this.since, now);
     bins.t.forEach((t, i) => {
@@ -92,7 +92,7 @@ export class History {
     this.filledFrom = Math.min(this.filledFrom, from);
   }
 
-  /** bins: columns; i: the place of one bin in them. */
+  /** bins: columns; i: index of one bin in them. */
   fillBin(bin, bins, i) {
     for (const kind of this.kinds) {
       bin.rows[kind] += bins.rows[kind][i];
@@ -113,7 +113,7 @@ export class History {
     }
   }
 
-  /** Add what happened since the frame before; busy: seats taken now; windows: pages by state of each window. */
+  /** Add the changes since the frame before; busy: seats taken now; windows: pages by state of each window. */
   add({t, metrics}, busy, windows = {}) {
     const last = this.recent.at(-1);
     if (last && last.t >= t) {
@@ -188,8 +188,8 @@ export class History {
     }
   }
 
-  /** Whether requests waited in a second, and whether prompts were read meanwhile. A step counts in the second in which
-   *  it is done: where none was, the next one tells what went on; of what is not known, neither. */
+  /** Whether requests waited in a second, and whether prompts were computed meanwhile. A step counts in the second in
+   *  which it ends, so a second without one uses the next second's; without data both are false. */
   waits(second) {
     const bin = this.bins.get(second);
     const steps = bin?.steps ? bin : this.bins.get(second + 1);
@@ -215,7 +215,7 @@ export class History {
     return this.seconds(t, span).reduce((all, [, bin]) => all + (bin ? value(bin) : 0), 0);
   }
 
-  /** Rows a second of one kind over the last seconds (live), or in the three seconds before t; null if not known. */
+  /** Rows a second of one kind: over the last seconds (live), or over the three seconds before t; null if not known. */
   rate(kind, t = null) {
     if (t !== null) {
       return this.rateBefore(kind, Math.floor(t));

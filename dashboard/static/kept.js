@@ -1,15 +1,15 @@
-// The incidents of the last day, as the server kept them: also those before its last start.
+// The incidents of the last day, as the server stores them, including those before its last start.
 
 import {$, count, make, seconds} from "./dom.js";
 import {ask} from "./feed.js";
 
 const LIMIT = 100;
 const EVERY_MS = 5000;
-/** A new note is written by the server within a second. */
+/** The server writes a new note within a second. */
 const AFTER_NOTE_MS = 1500;
 const DAY_MS = 86400_000;
 
-/** A moment as the time of day, with the date where it is not today's. */
+/** A moment as the time of day, with the date if it is not today. */
 function timeOf(t) {
   const date = new Date(1000 * t);
   const time = date.toLocaleTimeString("en-GB");
@@ -34,12 +34,12 @@ export class KeptIncidents {
     $("notes").hidden = false;
   }
 
-  /** All that are known, at the times of a clock to which `origin` is added to give seconds since 1970. */
+  /** All loaded incidents, with times on a clock to which `origin` is added to give seconds since 1970. */
   notesAt(origin) {
     return [...this.incidents.values()].map((one) => ({...one, t: one.t - origin}));
   }
 
-  /** isShown: they are on the screen; notes: of the feed, whose changes say that there is news. */
+  /** isShown: the view is on the screen; notes: of the feed, whose changes mean new incidents. */
   frame(isShown, notes) {
     const base = this.base();
     if (base !== this.shownBase) {
@@ -85,7 +85,7 @@ export class KeptIncidents {
   }
 }
 
-/** The time, which leads to the figures of that moment. */
+/** The time as a link to the figures of that moment. */
 function when(t) {
   const time = make("time", {datetime: new Date(1000 * t).toISOString()}, timeOf(t));
   return make("a", {href: `#overview/at=${t.toFixed(1)}`, title: "Show the figures of that moment"}, time);
