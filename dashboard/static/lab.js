@@ -1,11 +1,11 @@
-// The policy lab: the last minutes of traffic, played again in the simulator under each policy, side by side.
+// The policy lab: the last minutes of traffic, replayed in the simulator under each policy, side by side.
 
 import {$, make, say} from "./dom.js";
 import {ask} from "./feed.js";
 import {showFigures, showTimelines} from "./labshow.js";
 
 const EVERY_MS = 1000;
-/** Settings that are a choice of words. */
+/** Settings that are a choice from a list. */
 const ORDERS = {order: ["fcfs", "priority", "shortest", "fair"]};
 
 export class Lab {
@@ -24,11 +24,11 @@ export class Lab {
     new IntersectionObserver(seen).observe(section);
   }
 
-  /** Another engine is being watched. */
+  /** Show another engine. */
   reset() {
     clearTimeout(this.timer);
     this.status = null; // the newest status
-    this.shown = null; // id of the experiment whose result is on the page
+    this.shown = null; // id of the experiment whose result is shown
     this.timelines = [];
     $("lab-result").replaceChildren();
     $("lab-settings").replaceChildren();
@@ -78,7 +78,7 @@ export class Lab {
     await this.take(ask(`${this.base()}lab`, {method: "DELETE"}), this.base());
   }
 
-  /** Settings that were changed from what the engine runs with. */
+  /** Settings that differ from the engine's own. */
   settings() {
     const fields = [...$("lab-settings").querySelectorAll("input, select")];
     const changed = fields.filter((field) => field.value !== field.dataset.now);
@@ -114,7 +114,7 @@ export class Lab {
     }
   }
 
-  /** A field for each setting; an empty number means that it is off. */
+  /** A field for each setting; an empty number turns the setting off. */
   offerSettings(settings) {
     const fields = Object.entries(settings).map(([name, value]) => {
       const label = make("span", {}, name.replaceAll("_", " "));
@@ -141,7 +141,7 @@ export class Lab {
   }
 }
 
-/** A setting's value as the engine takes it; an empty number means that it is off. */
+/** A setting's value in the engine's form; an empty number turns the setting off. */
 function valueOf(field) {
   if (field.type !== "number") {
     return field.value;
@@ -149,7 +149,7 @@ function valueOf(field) {
   return field.value === "" ? null : Number(field.value);
 }
 
-/** Where the newest experiment stands, in a sentence. */
+/** The state of the newest experiment, in a sentence. */
 function progressInWords({state, progress, error, arrivals, minutes}) {
   if (state === "running") {
     const done = progress === null ? "" : `, ${Math.round(100 * progress)} %`;
@@ -180,7 +180,7 @@ function orders(name, now) {
   return select;
 }
 
-/** What the comparison rests on: whom it counts, how they come, and what is taken for granted. */
+/** The basis of the comparison: which requests count, when they arrive, and the assumptions. */
 function basis(result) {
   const counted = Object.entries(result.counted ?? {}).filter(([, count]) => count);
   const whom = counted.map(([state, count]) => `${count} ${state}`).join(", ");

@@ -1,10 +1,10 @@
-// What the lab found: figures beside those measured, and the seat timelines under one another on one scale of time.
+// The lab's results: figures beside the measured ones, and the seat timelines below one another on one time scale.
 
 import {heading, make, percent, seconds} from "./dom.js";
 import {Stays} from "./stays.js";
 import {Timeline} from "./timeline.js";
 
-/** CSS pixels of one picture, more or less. */
+/** Approximate height of one picture in CSS pixels. */
 const HIGH = 150;
 
 const isKnown = (value) => value !== null && value !== undefined;
@@ -43,11 +43,11 @@ export function showFigures(element, result, names) {
   }
 }
 
-/** values: what was predicted, of which the best stands out; seen: what was measured. */
+/** values: predictions, of which the best is marked; seen: measured values. */
 function figureRow([name, , text, more], values, seen) {
   const numbers = values.filter(isKnown);
   const best = text(more ? Math.max(...numbers) : Math.min(...numbers));
-  const differ = new Set(values.map(text)).size > 1; // what looks the same is the same
+  const differ = new Set(values.map(text)).size > 1; // equal texts count as equal
   const cells = values.map((value) => {
     const mark = differ && text(value) === best ? {class: "best"} : {};
     return make("td", mark, text(value));
@@ -56,7 +56,7 @@ function figureRow([name, , text, more], values, seen) {
   return make("tr", {}, make("th", {scope: "row"}, name), ...cells, ...measured);
 }
 
-/** A timeline a policy, all as long as the longest. */
+/** A timeline for each policy, all as long as the longest. */
 export function showTimelines(element, result, names) {
   const {measured} = result;
   const runs = names.map((name) => [`${name}, predicted`, result.policies[name]]);
@@ -71,7 +71,7 @@ export function showTimelines(element, result, names) {
   );
 }
 
-/** One timeline with its table twin; end: seconds until its last sequence was done. */
+/** One timeline with its table twin; end: seconds until its last sequence ended. */
 function picture(element, name, columns, {end, seats, now}) {
   const done = `done after ${seconds(end)}`;
   const rows = make("table");
@@ -105,7 +105,7 @@ function picture(element, name, columns, {end, seats, now}) {
   return Object.assign(timeline, {seats, now});
 }
 
-/** end: when those that are still on board are cut off. */
+/** end: time at which sequences still on board are cut off. */
 function staysOf(columns, end) {
   const to = columns.to.map((t) => t ?? end);
   const none = new Array(to.length).fill(0);

@@ -1,11 +1,11 @@
-// Views that are lists: an answer of the engine, asked for while its view is on the screen, as rows of a table.
+// Views that are lists: a route of the engine, requested while its view is on the screen, as rows of a table.
 
 import {heading, mark, say} from "./dom.js";
 import {ask} from "./feed.js";
 
-/** One of the engine's answers, asked for again every `every` milliseconds while it is visible. */
+/** A route of the engine, requested again every `every` milliseconds while visible. */
 export class Polled {
-  /** base(): the path before the engine's own; note: tells what went wrong; show(answer). */
+  /** base(): the path before the engine's own; note: element for error messages; show(answer). */
   constructor(base, path, {note, show, every = 2000}) {
     Object.assign(this, {base, path, note, onAnswer: show, every});
     this.reset();
@@ -25,7 +25,7 @@ export class Polled {
     }
   }
 
-  /** Ask now; options: of fetch, for a path below the own one. */
+  /** Request the route now; options: of fetch, for a path below its own. */
   async refresh(rest = "", options = {}) {
     const base = (this.shownBase = this.base());
     this.asking = true;
@@ -46,10 +46,10 @@ export class Polled {
   }
 }
 
-/** A table whose cells may hold elements. A row stays the same element as long as its key is listed, and so does the
- *  content of a cell that has not changed: drawing it again moves neither focus nor scroll. */
+/** A table whose cells may hold elements. A row's element is reused while its key is listed, and so is the content of
+ *  an unchanged cell, so that redrawing moves neither focus nor scroll. */
 export class Listing {
-  /** columns: [heading, value(row)], where a value is a text or an element. key(row): unlike that of all other rows. */
+  /** columns: [heading, value(row)], where a value is a text or an element. key(row): unique among all rows. */
   constructor(table, columns, {key = ({id}) => id, none = "There are none."} = {}) {
     Object.assign(this, {columns, key, none, lines: new Map()});
     table.createTHead().append(heading(columns.map(([name]) => name)));

@@ -1,5 +1,5 @@
-// Markdown as models write it, as elements: code, headings, lists, quotes, tables, bold, italics, links. Text never
-// becomes markup, and what is not closed yet, because more of it is on its way, counts as closed at its end.
+// Markdown from models as elements: code, headings, lists, quotes, tables, bold, italics, links. Text never becomes
+// markup, and unclosed marks of a text that still streams count as closed at its end.
 
 import {make} from "./dom.js";
 
@@ -57,7 +57,7 @@ function blockAt(lines, i) {
 const isPlain = (line) =>
   line.trim() && ![FENCE, HEADING, ITEM, QUOTE].some((pattern) => pattern.test(line));
 
-/** Index of the first line from i on that is not of a kind. */
+/** Index of the first line from i on that is not of this kind. */
 function endOf(lines, i, isOfKind) {
   let end = i;
   while (end < lines.length && isOfKind(lines[end])) {

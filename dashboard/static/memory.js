@@ -1,5 +1,5 @@
-// The pages of every cache group now, and how deep into prompts the prefix cache was found; KV pages of tenants over time
-// are drawn by charts.js.
+// The pages of every cache group now, and prefix cache hits by depth in the prompt; KV pages of tenants over time are
+// drawn by charts.js.
 
 import {$, count, percent, say, table} from "./dom.js";
 import {Polled} from "./listing.js";
@@ -8,7 +8,7 @@ const EVERY_MS = 5000;
 
 const group = (window) => (window === null ? "Layers that see all positions" : `Layers with a window of ${count(window)}`);
 
-/** The range of depths of a row, given the row behind it. */
+/** The range of depths of a row, given the next row. */
 export const depthInWords = ({from}, next) => (next ? `${count(from)} to ${count(next.from)}` : `from ${count(from)}`);
 
 export class Memory {

@@ -1,13 +1,13 @@
-// What the engine had to say: compiles while serving, outages, preemption storms, refusals. All of it stands in the
-// notes; on the first screen stands what is not marked as seen yet.
+// The engine's notes: compiles while serving, outages, preemption storms, refusals. The notes list has all of them; the
+// first screen has those not marked as seen yet.
 
 import {$, make, say} from "./dom.js";
 import {ago} from "./status.js";
 
 const SIGN = {info: "·", warn: "!", error: "▲"};
-/** Notes that stand at the top of the page anyway, for as long as they are true. */
+/** Notes that the top of the page already shows while they are true. */
 const ELSEWHERE = ["kernels_out", "dead"];
-/** Incidents shown at a time, and names of seen ones that are kept in this browser. */
+/** Incidents shown at a time, and names of seen ones stored in this browser. */
 const MOST = 4;
 const MOST_SEEN = 200;
 const STORE = "jitney-seen";
@@ -36,7 +36,7 @@ function noteLine(note, t) {
   );
 }
 
-/** The incidents on the first screen: each stays, and tells how it goes on, until it is marked as seen. */
+/** The incidents on the first screen: each stays and is updated until it is marked as seen. */
 export class Incidents {
   constructor() {
     this.element = $("incidents");
@@ -44,7 +44,7 @@ export class Incidents {
     this.seen = remembered();
   }
 
-  /** run: of the server, whose notes these are; clock(t): a moment as the time of day. */
+  /** run: of the server that sent the notes; clock(t): a moment as the time of day. */
   show(notes, run, clock) {
     const name = (note) => `${run} ${note.code} ${note.t}`;
     const open = notes.filter(
@@ -81,7 +81,7 @@ export class Incidents {
   }
 }
 
-/** Browsers may refuse to keep anything: then it is for as long as the page is open. */
+/** Names of seen incidents. A browser may refuse storage: then they last as long as the page is open. */
 function remembered() {
   try {
     const seen = JSON.parse(localStorage.getItem(STORE));
@@ -95,6 +95,6 @@ function remember(names) {
   try {
     localStorage.setItem(STORE, JSON.stringify(names));
   } catch {
-    // see above
+    // see `remembered`
   }
 }

@@ -1,4 +1,4 @@
-// Wires what is known to what is drawn. The newest frame wins: drawing happens once per animation frame at most.
+// Connects the data to what is drawn. Drawing happens once per animation frame at most, from the newest frame.
 
 import {Band, figuresNow, figuresThen, pricePerHour, setPricePerHour} from "./band.js";
 import {Charts, chartTable} from "./charts.js";
@@ -28,9 +28,9 @@ import {Views} from "./views.js";
 import {Watcher} from "./watcher.js";
 import {Work} from "./work.js";
 
-/** Milliseconds between two pictures for those who want little to move. */
+/** Milliseconds between two drawings with reduced motion. */
 const STILL_MS = 950;
-/** Milliseconds that seats must be free while requests wait until it is worth a word: each boarding takes a moment. */
+/** Milliseconds that seats must be free while requests wait before the page says why: each boarding takes a moment. */
 const IDLE_MS = 1000;
 /** Height of a seat's row, CSS pixels, where there are few seats. */
 const HIGHEST_ROW = 72;
@@ -43,7 +43,7 @@ let playedAt = 0;
 let standalone = false;
 let idleSince = null;
 let isFollowed = false;
-let pointed = null; // the moment of the band that the reader points at
+let pointed = null; // moment of the band at the pointer; null: none
 
 const view = new View(schedule);
 const views = new Views({
@@ -88,7 +88,7 @@ const programs = new Programs(() => watcher.base);
 const settings = new Settings(() => watcher.base);
 let timeline = null;
 
-/** A viewer opens a sequence: its detail, and its stays framed. */
+/** Open a sequence: show its detail, and frame its stays. */
 function pick(request, index) {
   timeline.chosen = request;
   drawer.open(request, index);
@@ -96,7 +96,7 @@ function pick(request, index) {
   schedule();
 }
 
-/** Call `then` with the engine's id of the request that the page sent under an x-request-id, if it is known. */
+/** Call `then` with the engine's id of the request that the page sent under an x-request-id, if already known. */
 function named(id, then) {
   const request = watcher.waiting.names.get(id);
   if (request) {
@@ -106,7 +106,7 @@ function named(id, then) {
 
 const predictedWait = () => watcher.engine.frame?.metrics.predicted_wait_s ?? null;
 
-/** Go to where a sequence (as `request/{id}` tells of it) is on the timeline. */
+/** Show a sequence (as `request/{id}` describes it) on the timeline. */
 function showStay({arrival, finished}) {
   view.span = Math.max(view.span, 1.2 * ((finished ?? view.now) - arrival));
   if (finished === null) {
@@ -118,10 +118,10 @@ function showStay({arrival, finished}) {
   $("timeline").focus({preventScroll: true});
 }
 
-/** What came with the page, see `Dashboard._first`; null: nothing did. */
+/** Data embedded in the page, see `Dashboard._first`; null: none. */
 const first = JSON.parse($("first")?.textContent ?? "null");
 
-/** Watch the engine at `base` from now on. alone: this page has no engine behind its own server. */
+/** Watch the engine at `base` from now on. alone: there is no engine behind this page's own server. */
 function start(base, alone) {
   standalone = alone;
   watcher?.stop();
@@ -191,7 +191,7 @@ function frame(now) {
     noteMoment();
   } else {
     isFollowed = true;
-    views.follow(); // a moment that the address names can be shown from now on
+    views.follow(); // from now on the page can show the address's moment
   }
   if (reducedMotion.matches && view.mode === "live" && now - shownAt < STILL_MS) {
     return;
@@ -201,7 +201,7 @@ function frame(now) {
   requestAnimationFrame(() => charts.frame(chartMoment, document.hidden));
 }
 
-/** Have the address name the moment that is shown, so that it can be passed on. */
+/** Write the displayed moment into the address, so that the reader can share it. */
 function noteMoment() {
   if (!drawer.dialog.open) {
     views.note(view.mode === "paused" ? `at=${(view.t + view.origin).toFixed(1)}` : "");
@@ -234,8 +234,8 @@ const chartMoment = () => ({
 const counted = (name) =>
   moment.state.reduce((all, state) => all + (moment.states[state] === name), 0);
 
-/** Seats taken now. While requests wait, a seat that was left a moment ago is as good as taken: the step's own count
- *  tells better how full the engine is. null: there is no engine. */
+/** Seats taken now. While requests wait, a seat that was just left counts as taken, since the step's own count shows
+ *  better how full the engine is. null: there is no engine. */
 function taken() {
   if (view.isOld) {
     return Math.round(watcher.history.at(view.t)?.busy ?? NaN);
@@ -248,7 +248,7 @@ function taken() {
   return !past() && metrics.waiting ? Math.max(seated, metrics.seats_busy) : seated;
 }
 
-/** Sequences that wait at the moment shown; null if that is not known. */
+/** Sequences that wait at the displayed moment; null if not known. */
 function waitingThen() {
   if (!past()) {
     return watcher.engine.frame.metrics.waiting;
@@ -256,7 +256,7 @@ function waitingThen() {
   return moment.waiting ?? watcher.history.at(view.t)?.waiting ?? null;
 }
 
-/** What the headline and the figures say of the moment shown. */
+/** Values for the headline and the figures at the displayed moment. */
 function summary() {
   const {engine} = watcher;
   return {
@@ -269,7 +269,7 @@ function summary() {
   };
 }
 
-/** The figures of the moment shown, or of that which the reader points at. */
+/** Show the figures of the displayed moment, or of the moment at the pointer. */
 function showBand() {
   const {engine, history} = watcher;
   const {t, metrics} = engine.frame;
@@ -280,7 +280,7 @@ function showBand() {
   band.show(figures, history, {t: then ?? t, newest: t, reach: view.reach});
 }
 
-/** Why seats are free while requests wait, now. */
+/** Why seats are free now while requests wait. */
 function idleReason(now) {
   const {engine} = watcher;
   const free = past() || moment.gone ? 0 : now.seats - now.taken;
@@ -319,7 +319,7 @@ function idleKind(second) {
   return read ? WHILE_READING : WASTE;
 }
 
-/** Who sits where at the moment shown. */
+/** The seats' sequences at the displayed moment. */
 function shownMoment() {
   const {engine, recorder, stays, oldStays} = watcher;
   if (!past() || !recorder) {
@@ -401,11 +401,11 @@ function showPages() {
   pageLegend($("page-legend"), engine.pages.counts, engine.hello.page_states);
 }
 
-/** Milliseconds between two fillings of an open table. */
+/** Milliseconds between two updates of an open table. */
 const FILL_MS = 450;
 let filledAt = 0;
 
-/** Table twins, where they are open. */
+/** Update table twins that are open. */
 function fillTables() {
   if (performance.now() - filledAt < FILL_MS && !past()) {
     return;
@@ -427,7 +427,7 @@ function fillTables() {
 
 function updateState() {
   if (!watcher) {
-    return; // which engines there are is still being asked
+    return; // the list of engines is still loading
   }
   const {engine, silent, trouble} = watcher;
   const {frame, notes} = engine;
@@ -453,7 +453,7 @@ function step(by) {
 }
 
 $("copy").addEventListener("click", async () => {
-  getSelection().selectAllChildren($("curl")); // what is left to do by hand where the clipboard is refused
+  getSelection().selectAllChildren($("curl")); // so that the reader can copy where the clipboard is refused
   const copied = () => say($("copy"), "Copied");
   await navigator.clipboard?.writeText($("curl").textContent).then(copied, () => {});
 });

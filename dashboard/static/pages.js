@@ -1,4 +1,4 @@
-// The pool of KV pages: one small cell a page (several, in a large pool), painted as pixels.
+// The pool of KV pages: one small cell per page (or per several pages of a large pool), painted as pixels.
 
 import {colour, count, legend, onWidth, pixel, resize, table} from "./dom.js";
 
@@ -8,7 +8,7 @@ const TEXT = {
   shared: "shared by several",
   cached: "cached, free to reuse",
 };
-/** Height of the map in CSS pixels, as far as the size of a cell can keep to it. */
+/** Preferred height of the map in CSS pixels; the size of a cell may change it. */
 const HIGH = 190;
 
 export class PageMap {
@@ -52,7 +52,7 @@ export class PageMap {
     this.canvas.setAttribute("aria-label", `KV pages: ${summary}`);
   }
 
-  /** One pixel a cell, shown larger: the grid over it is drawn once. */
+  /** One pixel per cell, drawn enlarged; the grid over it is drawn once. */
   start(size, columns, rows) {
     Object.assign(this, {size, columns});
     this.image = new ImageData(columns, rows);

@@ -1,4 +1,4 @@
-// The compiled sizes, what other sizes would have saved, the parts of a step, and the proofs of the kernels.
+// The compiled sizes, possible savings of other sizes, the parts of a step, and the proofs of the kernels.
 
 import {$, count, make, percent, say, seconds, table} from "./dom.js";
 import {ask} from "./feed.js";
@@ -24,7 +24,7 @@ export class Programs {
     $("propose").addEventListener("click", () => this.propose());
   }
 
-  /** Another engine is watched. */
+  /** Show another engine. */
   greet({role, info}) {
     this.isOffered = role !== "user" && !info?.encoder;
     $("programs").hidden = $("step-parts").hidden = !this.isOffered;

@@ -1,15 +1,15 @@
-// The sequences without a seat, in the order in which they came: at the left edge of the timeline, and for the chat.
+// The sequences without a seat, in order of arrival: at the left edge of the timeline, and for the chat.
 
 import {make, say, seconds} from "./dom.js";
 
 /** CSS pixels of a line of the list. */
 const LINE = 22;
-/** Names of requests that are kept. */
+/** Most x-request-ids to remember. */
 const MOST_NAMES = 1000;
 
 const nameOf = ({request, index}) => `${request} ${index}`;
 
-/** Follows the feed's events. Sequences of others, of which a user is told nothing, are only counted. */
+/** Follows the feed's events. Other users' sequences, whose names a user may not see, are only counted. */
 export class Waiting {
   constructor() {
     this.since = new Map(); // sequence -> {request, index, t: when it began to wait}
@@ -42,7 +42,7 @@ export class Waiting {
     }
   }
 
-  /** {place (from 1), since} of the first sequence that waits of the request with an x-request-id; null: none does. */
+  /** {place (from 1), since} of the first waiting sequence of a request, by its x-request-id; null: none waits. */
   find(id) {
     const request = this.names.get(id);
     let place = 0;
@@ -55,20 +55,20 @@ export class Waiting {
     return null;
   }
 
-  /** ", place 3" of a sequence that waits; "" where that is not known. */
+  /** ", place 3" for a waiting sequence; "" if not known. */
   placeInWords(request, index) {
     const place = [...this.since.keys()].indexOf(nameOf({request, index})) + 1;
     return place ? `, place ${place}` : "";
   }
 
-  /** Seconds after which the sequence at a place should board; null: not known. predicted: of a newcomer, seconds. */
+  /** Seconds until the sequence at a place should board; null: not known. predicted: seconds, of a new request. */
   expected(place, predicted) {
     return predicted ? (predicted * place) / Math.max(place, this.since.size) : null;
   }
 }
 
 export class QueueList {
-  /** onPick(request, index): the reader wants to know more of one. */
+  /** onPick(request, index): called when the reader selects a sequence. */
   constructor(list, text, onPick) {
     Object.assign(this, {list, text, high: 0});
     list.addEventListener("click", (event) => {
@@ -82,12 +82,12 @@ export class QueueList {
     }).observe(list);
   }
 
-  /** count: sequences that wait; now: the engine's clock; predicted: see `Waiting.expected`; mine: requests of this
-   *  reader. live: false while a moment of the past is shown, of which only the count is known. */
+  /** count: waiting sequences; now: the engine's clock; predicted: see `Waiting.expected`; mine(request): whether it is
+   *  this reader's. live: false while a past moment is shown, of which only the count is known. */
   show(waiting, {count, now, predicted, mine, live}) {
     const newcomer = live && predicted ? `; a new request should wait ${seconds(predicted)}` : "";
     say(this.text, (count ? `${count.toLocaleString("en")} waiting` : "none waiting") + newcomer);
-    // The core counts those that it has admitted: no more are listed, though more may be on their way to it.
+    // The core counts only admitted requests: list no more than these, though more may be on their way to it.
     const fits = live ? Math.min(count, Math.max(1, Math.floor(this.high / LINE))) : 0;
     const shown = [...waiting.since.values()].slice(0, fits);
     while (this.list.children.length > shown.length) {

@@ -4,14 +4,14 @@
 import {HUES} from "./stays.js";
 import {pixel} from "./dom.js";
 
-/** Pixels between two passengers of a seat. */
+/** Pixels between two sequences of a seat. */
 const APART = 1;
-/** Share of a hue in what is painted. */
+/** Share of a hue in the painted colour. */
 const QUIET = 0.62;
-/** Seconds before the last painting that may still change: an end is heard of a little after it. */
+/** Seconds before the last painting that may still change: ends are reported a little late. */
 const UNSETTLED_S = 1.2;
-/** Kinds of idle seats: none waiting; requests wait, and prompts are read; requests wait, and nothing is in the way;
- *  nothing is known of that second. */
+/** Kinds of idle seats: no requests wait; requests wait while prompts are computed; requests wait without a reason;
+ *  the second is not recorded. */
 export const IDLE = 0;
 export const WHILE_READING = 1;
 export const WASTE = 2;
@@ -20,7 +20,7 @@ export const UNKNOWN = 3;
 export class Raster {
   constructor() {
     this.width = this.height = 0;
-    this.painted = null; // {what, edge}: what the pixels show; edge: column number of the right end since time 0
+    this.painted = null; // {what, edge}: key of the picture; edge: column number of the right end since time 0
   }
 
   size(width, height) {
@@ -34,10 +34,10 @@ export class Raster {
     this.painted = null;
   }
 
-  /** Colours of the current scheme. */
+  /** Read the colours of the current scheme. */
   readColours() {
     const hues = Array.from({length: HUES}, (_, i) => `hue-${i}`);
-    // Quieter than the colours of states: they only tell one passenger from the next.
+    // Less saturated than the colours of states: they only distinguish one sequence from the next.
     this.decode = hues.map((name) => pixel(name, "idle", QUIET));
     this.stripe = hues.map((name) => pixel(name, "stripe", 0.45 * QUIET));
     this.idle = ["idle", "idle-read", "idle-waste"].map((name) => pixel(name));
@@ -47,9 +47,9 @@ export class Raster {
     this.painted = null;
   }
 
-  /** Make the pixels show `stays` in [right - span, right] seconds of the engine's clock, which is at `now`.
-   *  row: pixels a seat. idleKind(second): of the idle seats of a second; null: none waiting. Another `key` says that
-   *  stays of the past have changed. */
+  /** Paint `stays` in [right - span, right] seconds of the engine's clock, which is at `now`. row: pixels per seat.
+   *  idleKind(second): kind of its idle seats; null: none waiting. A new `key` means that past stays have changed:
+   *  all is painted again. */
   paint(stays, {right, span, row, seats, now, key, idleKind = null}) {
     const scale = this.width / span;
     const edge = Math.floor(right * scale);
@@ -72,7 +72,7 @@ export class Raster {
     this.painted = {what, edge};
   }
 
-  /** All columns from `start` on. left, edge: column numbers of both ends since time 0. */
+  /** Paint all columns from `start` on. left, edge: column numbers of both ends since time 0. */
   paintColumns(stays, start, {left, edge, scale, row, seats, now, idleKind}) {
     const firstColumn = Math.floor(stays.knownFrom * scale) - left;
     const kinds = Uint8Array.from({length: this.width}, (_, x) =>
@@ -94,7 +94,7 @@ export class Raster {
     });
   }
 
-  /** Idle seats from `firstColumn` on; before it nothing was recorded, which is not the same. kinds: by column. */
+  /** Paint idle seats from `firstColumn` on; before it nothing was recorded, which looks different. kinds: per column. */
   paintIdle(start, firstColumn, {left, row, seats, kinds}) {
     for (let y = 0; y < this.height; y++) {
       const line = y * this.width;
@@ -118,7 +118,7 @@ export class Raster {
     return this.unknown[place % 6 < 2 ? 1 : 0];
   }
 
-  /** Columns from `from` to `to` of a seat; those before `first` are striped: the prompt is being read. */
+  /** Paint columns `from` to `to` of a seat; those before `first` are striped: the prompt is being computed. */
   paintStay(seat, hue, {from, to, first}, {left, row}) {
     const top = seat * row + (row > 5 ? 1 : 0);
     const bottom = (seat + 1) * row - (row > 3 ? 1 : 0);

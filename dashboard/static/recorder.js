@@ -1,9 +1,9 @@
-// Snapshots of all seats during the last ten minutes, to scrub back to: how far each sequence was. Who it was, the
-// stays know.
+// Snapshots of all seats during the last ten minutes, for scrubbing back: the progress of each sequence. The stays have
+// the sequences' names.
 
 import {KEPT_S} from "./stays.js";
 
-/** Snapshots kept, and bytes they may take (five a seat). */
+/** Most snapshots, and most bytes of them (five per seat). */
 const MOST_SNAPSHOTS = 6000;
 const MOST_BYTES = 8e6;
 
@@ -19,14 +19,14 @@ export class Recorder {
     this.state = new Uint8Array(this.capacity * seats);
     this.reached = new Uint16Array(this.capacity * seats);
     this.end = new Uint16Array(this.capacity * seats);
-    this.count = 0; // snapshots ever taken; the newest `capacity` are kept
+    this.count = 0; // snapshots recorded so far; the newest `capacity` are stored
   }
 
   get oldest() {
     return Math.max(0, this.count - this.capacity);
   }
 
-  /** Keep a moment (see seats.js) if the last one lies far enough back. */
+  /** Record a moment (see seats.js) if the last one is old enough. */
   record(t, moment, waiting) {
     const last = this.count ? this.t[(this.count - 1) % this.capacity] : -Infinity;
     if (moment.gone || moment.count !== this.seats || t - last < this.every * 0.9) {
@@ -43,7 +43,7 @@ export class Recorder {
     }
   }
 
-  /** Place of the last snapshot at or before t, or -1 if that is not known or lies too far back. */
+  /** Index of the last snapshot at or before t; -1 if there is none or it is too old. */
   find(t) {
     let low = this.oldest;
     let high = this.count;
@@ -60,7 +60,7 @@ export class Recorder {
     return low > this.oldest && near ? place : -1;
   }
 
-  /** The time of the snapshot before (by = -1) or after (by = 1) the one that t shows; null if there is none. */
+  /** The time of the snapshot before (by = -1) or after (by = 1) the one shown at t; null if there is none. */
   neighbour(t, by) {
     const start = by < 0 ? this.count - 1 : this.oldest;
     for (let n = start; n >= this.oldest && n < this.count; n += by) {
@@ -72,7 +72,7 @@ export class Recorder {
     return null;
   }
 
-  /** The moment t as the seat grid shows it. Before this page looked, the stays alone tell who sat where. */
+  /** The moment t as the seat grid shows it. Before the page was open, only the stays tell whose seat it was. */
   moment(t, stays) {
     const {states, seats} = this;
     const place = this.find(t);
@@ -110,7 +110,7 @@ export class Recorder {
   }
 }
 
-/** The part of a moment that says who sits where. seated: seat -> place of the stay there. */
+/** The sequences in the seats, as part of a moment. seated: seat -> index of its stay. */
 function named({states, state, seated, stays}) {
   const stayIn = (seat) => (states[state[seat]] === "free" ? undefined : seated.get(seat));
   return {

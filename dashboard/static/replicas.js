@@ -1,9 +1,9 @@
-// The replicas: a card each, in the order in which the feed names them.
+// The replicas: a card each, in the order of the feed.
 
 import {count, make, onWidth, percent, say, seconds} from "./dom.js";
 import {SeatMap, forgetSheets} from "./seatmap.js";
 
-/** How cards look, by the most replicas that look so. tallest: their seat maps, in CSS pixels; map: without the
+/** Card sizes, by the most replicas that have them. tallest: of the seat maps, in CSS pixels; beside: width of the
  *  card's borders and paddings. */
 const SIZES = [
   {most: 12, name: "roomy", tallest: 92, beside: 29},
@@ -11,15 +11,15 @@ const SIZES = [
   {most: Infinity, name: "dense", tallest: 40, beside: 21},
 ];
 
-/** Seconds of a predicted wait as people read them. */
+/** Predicted wait in readable units. */
 export const waitInWords = (wait) => (wait === null ? "–" : seconds(wait));
 export const hitsInWords = (share) => (share === null ? "–" : percent(share, 1));
 export const priceInWords = (price) => (price === null ? "–" : price.toLocaleString("en"));
-/** Whole seconds of a time that goes on. */
+/** Duration of a continuing state, in whole seconds. */
 const lasting = (time) => (time < 60 ? `${Math.max(0, Math.round(time))} s` : seconds(time));
 const SILENT = ["gone", "connecting", "starting"];
 
-/** What a card says below its figures; t: the feed's clock. */
+/** The text below a card's figures; t: the feed's clock. */
 export function noteOf(card, t) {
   const restarts = card.restarts
     ? `Restarted ${card.restarts === 1 ? "once" : `${count(card.restarts)} times`}.`
@@ -42,7 +42,7 @@ export function noteOf(card, t) {
   return restarts;
 }
 
-/** A card's figures: [name, value, mark]; "more": not where there is little room. */
+/** A card's figures: [name, value, mark]; "more": hidden on small cards. */
 function figuresOf(card, priced) {
   const seats = card.seats.length;
   return [
@@ -127,12 +127,12 @@ export class Replicas {
   constructor(list, found) {
     Object.assign(this, {list, found});
     this.cards = new Map(); // by name, in the list's order
-    this.width = 0; // of a card's inside
+    this.width = 0; // of a card's content, CSS pixels
     onWidth(list, () => this.measure());
     list.addEventListener("keydown", (event) => this.key(event));
   }
 
-  /** Start anew with these. */
+  /** Replace all cards by those of these replicas. */
   reset(replicas, hello) {
     this.hello = hello;
     this.cards = new Map(replicas.map((card) => [card.name, new ReplicaCard(card, hello)]));
@@ -142,7 +142,7 @@ export class Replicas {
     this.measure();
   }
 
-  /** The width is read here, never while drawing. */
+  /** Read the width here, never while drawing. */
   measure() {
     const first = [...this.cards.values()].find((one) => !one.element.hidden);
     if (first) {
@@ -160,7 +160,7 @@ export class Replicas {
     }
   }
 
-  /** Hide who does not match these words: name, state or model. */
+  /** Hide replicas that do not match these words in name, state or model. */
   find(text, replicas) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     let matches = 0;
@@ -173,7 +173,7 @@ export class Replicas {
     say(this.found, words.length ? `${count(matches)} of ${count(replicas.length)} shown` : "");
   }
 
-  /** Say which of them are candidates' engines. */
+  /** Mark the replicas that are candidates' engines. */
   markCandidates(names) {
     for (const [name, one] of this.cards) {
       one.arm.hidden = !names.includes(name);
@@ -198,7 +198,7 @@ export class Replicas {
   }
 }
 
-/** The place that a key leads to; undefined for keys that lead nowhere. */
+/** The card index that a key moves to; undefined for other keys. */
 function neighbour(shown, at, key) {
   const tops = () => shown.map((one) => one.element.offsetTop);
   switch (key) {

@@ -29,12 +29,12 @@ const COLUMNS = [
   ["End", (row) => row.finish, (row) => row.code || row.finish],
 ];
 
-/** The user that a request named, else its key. */
+/** The user named in the request, else its key. */
 function accountOf({user, account}) {
   return user || account;
 }
 
-/** What became of a sequence: of one that was refused also the answer's status, and when its client may come again. */
+/** The result of a sequence; for a refused one also the answer's status, and when its client may come again. */
 export function stateInWords({state, status, retry_s: retry}) {
   if (state !== "refused") {
     return state;
@@ -49,7 +49,7 @@ function rateOf({n_output: tokens, e2e_s: all, ttft_s: first}) {
 
 const isUnknown = (value) => value === null || value === undefined;
 
-/** For sorting; what is not known comes last, whatever the sign. */
+/** For sorting: unknown values come last in both directions. */
 function compare(a, b, sign) {
   if (a === b) {
     return 0;
@@ -61,14 +61,14 @@ function compare(a, b, sign) {
 }
 
 export class Requests {
-  /** words.clock(t): a moment as the time of day; words.place(row): where one waits. */
+  /** words.clock(t): a moment as the time of day; words.place(row): the place in the queue. */
   constructor(element, base, onPick, words) {
     Object.assign(this, {
       element,
       base,
       onPick,
       words,
-      rows: null, // not asked yet
+      rows: null, // not loaded yet
       sort: null,
       falling: false,
       isAsking: false,
@@ -110,7 +110,7 @@ export class Requests {
     return cell;
   }
 
-  /** Ask for the rows again if it is time and they are visible. */
+  /** Load the rows again if they are due and visible. */
   frame(still, live) {
     const now = performance.now();
     const seen = this.visible(this.element.parentElement);
@@ -122,7 +122,7 @@ export class Requests {
     this.refresh();
   }
 
-  /** Search for a text from now on. */
+  /** Search for a text. */
   find(text) {
     $("request-search").value = text;
     this.askedAt = 0;
@@ -133,7 +133,7 @@ export class Requests {
     return new URLSearchParams({state: $("request-state").value, limit: LIMIT, search});
   }
 
-  /** The rows that are shown, as a table for a spreadsheet. */
+  /** The visible rows as a table for a spreadsheet. */
   save() {
     const cell = (value) => `"${String(value ?? "").replaceAll('"', '""')}"`;
     const head = COLUMNS.map(([name]) => cell(name));

@@ -1,19 +1,19 @@
-// Candidates beside their models: each figure of both arms, how they compare with its interval drawn, and what may be
-// done. The fields are those of docs/rollout.md.
+// Candidates beside their models: each figure of both arms, the comparison with its interval drawn, and the possible
+// actions. The fields are those of docs/rollout.md.
 
 import {count, make, percent, say, seconds} from "./dom.js";
 import {ask} from "./feed.js";
 
 const EVERY_MS = 5000;
 const SVG = "http://www.w3.org/2000/svg";
-/** Of a drawn interval, in its own units. */
+/** Size of a drawn interval, in SVG units. */
 const WIDTH = 240;
 const HEIGHT = 34;
 const MIDDLE = 15;
 const HEAD = ["Figure", "Stable", "Candidate", "Candidate to stable", "So far"];
 
 const perSecond = (value) => (value < 10 ? value.toFixed(2) : count(value));
-/** Figures by name: what they are called, and their values in words. */
+/** Figures by name: label, and the value in words. */
 const FIGURES = {
   tokens_per_s: ["Tokens a second, of a request", perSecond],
   first_token_s: ["First token", seconds],
@@ -53,8 +53,8 @@ function shape(name, attributes) {
   return element;
 }
 
-/** The values at both ends of the drawing: where equal and the worst allowed are always seen, and the interval as far as
- *  it is not much wider than what is allowed. */
+/** The values at both ends of the drawing: it always includes equal and the worst allowed, and the interval unless that
+ *  is much wider than what is allowed. */
 function ends({equal, worst_allowed: worst, low, high, estimate}) {
   const margin = Math.abs((worst ?? equal) - equal) || 0.1;
   const furthest = Math.max(4 * margin, 1.5 * Math.abs((estimate ?? equal) - equal));
@@ -63,7 +63,7 @@ function ends({equal, worst_allowed: worst, low, high, estimate}) {
   return [equal - shown, equal + shown];
 }
 
-/** The interval as a bar, equal as a line, and what is worse than allowed as a hatched field. */
+/** The interval as a bar, equal as a line, and values worse than allowed as a hatched area. */
 function drawing(figure, label) {
   const picture = shape("svg", {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
@@ -138,7 +138,7 @@ function decisionInWords({decision}) {
 }
 
 class Comparison {
-  /** choose(report, action): the viewer chose it. */
+  /** choose(report, action): called when the viewer chooses an action. */
   constructor(report, choose) {
     this.word = make("span", {class: "pill"});
     this.share = make("p", {class: "sub"});
@@ -185,7 +185,7 @@ class Comparison {
 }
 
 export class Rollouts {
-  /** section: of the page; dialog: that asks again; onArms(names by arm): which replicas are candidates'. */
+  /** section: of the page; dialog: asks for confirmation; onArms(names by arm): gets the candidates' replicas. */
   constructor(section, list, dialog, onArms) {
     Object.assign(this, {section, list, dialog, onArms});
     this.rollouts = new Map(); // by model
@@ -196,7 +196,7 @@ export class Rollouts {
     dialog.querySelector(".sure").addEventListener("click", () => this.decide());
   }
 
-  /** From now on; once is enough. */
+  /** Start loading; further calls do nothing. */
   start() {
     if (this.asking === null) {
       this.asking = setInterval(() => this.load("rollouts"), EVERY_MS);

@@ -1,5 +1,5 @@
-// A small map of seats: a cell a seat, in the colours and signs of the page of one engine. Cells get as small as they
-// must for all seats to fit, and only those that look different than before are drawn.
+// A small map of seats: a cell per seat, in the colours and signs of an engine's own page. Cells are as small as all
+// seats need to fit, and only changed cells are drawn.
 
 import {LEVELS, Sheet} from "./cells.js";
 import {resize} from "./dom.js";
@@ -14,10 +14,10 @@ const SIZES = [
   [4, 1],
   [3, 1],
 ];
-/** The smallest cell that has a border of its own; smaller ones are plain. */
+/** Sheets of cell pictures by states, size and pixel ratio. */
 const sheets = new Map();
 
-/** Pictures of all cells of this size; they are the same for all maps. */
+/** Pictures of all cells of this size, shared by all maps. */
 function sheetOf(states, size, ratio) {
   const key = `${states} ${size} ${ratio}`;
   if (!sheets.has(key)) {
@@ -26,7 +26,7 @@ function sheetOf(states, size, ratio) {
   return sheets.get(key);
 }
 
-/** The colours are others: all pictures are drawn anew. */
+/** Drop all pictures after a change of the colours. */
 export const forgetSheets = () => sheets.clear();
 
 export class SeatMap {
@@ -37,7 +37,7 @@ export class SeatMap {
     this.layout = "";
   }
 
-  /** seats: a letter each; width, tallest: of the room for the map, in CSS pixels. */
+  /** seats: a letter each; width, tallest: room for the map, in CSS pixels. */
   show(seats, width, tallest) {
     const ratio = devicePixelRatio || 1;
     const [size, gap] = sizeOf(seats.length, width, tallest);
@@ -70,7 +70,7 @@ export class SeatMap {
     this.drawn = seats;
   }
 
-  /** The next showing draws all cells. */
+  /** Draw all cells at the next call of `show`. */
   restyle() {
     this.drawn = "";
     this.layout = "";

@@ -1,21 +1,21 @@
-// The seats: one cell a seat; colour and sign say the state, the bar or the brightness how far its sequence has come.
-// Only cells that look different than before are drawn.
+// The seats: one cell per seat; colour and sign show the state, the bar or the brightness its sequence's progress. Only
+// changed cells are drawn.
 
 import {GLYPH, LEVELS, Sheet, VERB, drawLarge} from "./cells.js";
 import {colour, make, onWidth, pen, resize, short, table} from "./dom.js";
 
-/** Up to this many seats there is room for words. */
+/** Most seats whose cells have words. */
 const ROOMY = 64;
 
-/** Cells in CSS pixels, by the most seats that have them. least: their width where there is little room. */
+/** Cells in CSS pixels, by the most seats that have them. least: smallest width. */
 const SIZES = [
   {most: ROOMY, gap: 5, least: 76, height: 50},
   {most: 256, gap: 5, least: 26, height: 26},
   {most: Infinity, gap: 2, least: 14, height: 14},
 ];
 
-/** What the grid shows of a moment: state[i] (place in states), request(i), index(i), reached(i) of end(i), and of a
- *  moment of now leapt(i), see engine.js. */
+/** The grid's data of a moment: state[i] (index into states), request(i), index(i), reached(i) of end(i), and for the
+ *  present moment leapt(i), see engine.js. */
 export function momentOf(engine) {
   const {seats, states} = engine;
   if (!seats) {
@@ -36,10 +36,10 @@ export function momentOf(engine) {
 }
 
 const GONE = ["gone"];
-/** No engine that could have seats. */
+/** A moment without an engine. */
 export const goneMoment = (engine) => ({...emptyMoment(engine.seatCount, GONE), gone: true});
 
-/** All seats in the first of the states. */
+/** A moment with all seats in the first of the states. */
 function emptyMoment(count, states) {
   const none = () => 0;
   const free = () => null;
@@ -55,7 +55,7 @@ export class SeatGrid {
     this.chosen = -1;
     this.moment = null;
     this.width = 0;
-    this.drawn = []; // what each cell looks like on the screen
+    this.drawn = []; // appearance of each cell on the screen
     this.cell = {columns: 1, width: 1, height: 1, gap: 4};
     onWidth(canvas.parentElement, (width) => {
       this.width = width;
@@ -95,7 +95,7 @@ export class SeatGrid {
   layout(seats) {
     const {gap, least, height} = SIZES.find(({most}) => seats <= most);
     const columns = Math.max(1, Math.min(seats, Math.floor((this.width + gap) / (least + gap))));
-    // Few seats should not stretch over the whole page, and small cells stay whole pixels.
+    // Few seats do not stretch over the whole page, and small cells are whole pixels.
     const width = Math.floor(Math.min(least * 2.4, (this.width + gap) / columns - gap));
     this.cell = {columns, gap, height, width};
     return Math.ceil(seats / columns) * (height + gap);
@@ -144,7 +144,7 @@ export class SeatGrid {
     }
   }
 
-  /** Whether several tokens came with a step, since drafts were right: its cell is drawn higher for a moment. */
+  /** Whether a step gave several tokens, from accepted drafts: its cell is drawn higher for a moment. */
   jumps(seat) {
     return this.moment.leapt?.(seat) > 0;
   }
@@ -154,7 +154,7 @@ export class SeatGrid {
     return end ? Math.min(LEVELS, Math.floor((LEVELS * this.moment.reached(seat)) / end)) : 0;
   }
 
-  /** All that decides how a cell looks, as a number (or text, where it carries text). */
+  /** All values that decide a cell's appearance, as a number (or text, where the cell has words). */
   appearance(seat, large) {
     const {state, gone} = this.moment;
     const code = gone ? -1 : state[seat];
@@ -219,7 +219,7 @@ export class SeatGrid {
       this.choose(-1);
     }
     if (event.key === "Enter") {
-      event.preventDefault(); // else it presses the button of the dialog that opens
+      event.preventDefault(); // otherwise the key presses a button of the dialog that opens
       this.pick();
     }
     if (!step) {
@@ -248,7 +248,7 @@ export class SeatGrid {
     }
   }
 
-  /** The chosen seat in words. */
+  /** The selected seat in words. */
   read() {
     const {moment, chosen} = this;
     if (chosen < 0 || !moment) {

@@ -1,4 +1,4 @@
-// Every setting of the engine with its value and where it came from.
+// Every setting of the engine with its value and its source.
 
 import {$, count, say} from "./dom.js";
 import {Listing, Polled} from "./listing.js";
@@ -26,7 +26,7 @@ export class Settings {
     }
   }
 
-  /** Another engine is watched. */
+  /** Show another engine. */
   greet({role}) {
     this.isOffered = role !== "user";
     $("engine-settings").hidden = !this.isOffered;

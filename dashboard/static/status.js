@@ -1,4 +1,4 @@
-// The top of the page: what a person wants to know in five seconds. Is it full, who waits, which policy is on?
+// The top of the page: is the engine full, how many requests wait, which policy is used?
 
 import {$, count, make, percent, say, seconds, sum} from "./dom.js";
 
@@ -9,7 +9,7 @@ const POLICY = {
   dynamic: "dynamic batching",
 };
 const QUIET = {connecting: "Connecting to the engine", dead: "The engine is dead"};
-/** States in which programs are compiled and weights read. */
+/** States in which programs are compiled and weights loaded. */
 const LOADING = ["loading", "restarting"];
 
 /** The state of the page: connecting, loading, live, paused, replay, stale, sleeping, draining or dead. silent: ms without news. */
@@ -31,8 +31,8 @@ export function stateOf(frame, mode, silent) {
 
 const quiet = (frame) => frame.state === "ready" && frame.last_step_age_s * 1000 > STALE_MS;
 
-/** now: {taken, held (of them, by a batch whose slowest is not done), seats, waiting (null: not known), policy,
- *  ago (seconds; 0: now)}. */
+/** now: {taken, held (taken seats that a batch holds until its slowest sequence ends), seats, waiting (null:
+ *  not known), policy, ago (seconds; 0: now)}. */
 export function headline(frame, now) {
   if (!frame) {
     return QUIET.connecting;
@@ -107,7 +107,7 @@ function restarting(frame) {
   return `The engine died ${ago(Math.max(0, frame.t - outage.began))}. Restart ${outage.restart}: ${far}`;
 }
 
-/** An outage in a few words: it is over once streams flow again, not when another engine is there. */
+/** An outage in a few words: it is over when streams flow again, not when another engine is ready. */
 export function restartInWords({began, restart, ready, flowing, n_streams: all, n_flowing: some}) {
   if (ready === null) {
     return `restart ${restart} under way`;
@@ -129,14 +129,14 @@ export function outageInWords(outage) {
   );
 }
 
-/** Whether an engine is back whose streams do not all go on yet. */
+/** Whether an engine is back, but some of its streams do not flow yet. */
 const recovers = (frame) => {
   const outage = frame?.outages?.at(-1);
   return frame?.state === "ready" && outage && outage.ready !== null && outage.flowing === null;
 };
 
-/** Why so many seats are free while so many wait; "" where nothing is known. reading: for each prompt that is being
- *  read [tokens to go, tokens in all]; policy; pages: counts by state, or null. */
+/** Why so many seats are free while so many requests wait; "" if not known. reading: [tokens left, all tokens] of each
+ *  prompt that is being computed; policy; pages: counts by state, or null. */
 export function whyIdle({free, waiting, reading, policy, pages}) {
   const seats = free === 1 ? "A seat is free" : `${count(free)} seats are free`;
   const head = `${seats} while ${count(waiting)} wait: `;
@@ -231,7 +231,7 @@ export function showFacts(info) {
   say($("kernels-out"), out);
 }
 
-/** What came of the requests that were computed again. */
+/** Show the results of requests that were computed again. */
 export function showCanary(info, {checked, mismatched}) {
   $("canary").hidden = !info?.canary_every;
   if (!info?.canary_every) {
@@ -246,7 +246,7 @@ export function showCanary(info, {checked, mismatched}) {
   );
 }
 
-/** What the proof at start found wrong. An error of null is one that is infinite: the kernel could not run. */
+/** Kernels that failed the proof at start. An error of null is infinite: the kernel could not run. */
 function kernelsOut({kernels, proofs = []}) {
   const wrong = proofs.filter(({error, limit}) => error === null || error > limit);
   if (!wrong.length) {
@@ -266,7 +266,7 @@ function proofInWords({kernel, error, reason}) {
   return `${kernel} could not run${reason ? ` (${reason})` : ""}`;
 }
 
-/** The configuration's digest: its beginning, and all of it for who points at it or tabs to it. */
+/** The configuration's digest: its beginning, and all of it on hover or focus. */
 function configFact(digest) {
   if (!digest) {
     return [];

@@ -1,20 +1,20 @@
-// Who sat where, and when: the stays of the last ten minutes in flat arrays, so that a million of them make no garbage.
+// Which sequence was in which seat, and when: the stays of the last ten minutes in flat arrays, without garbage.
 
 export const KEPT_S = 600;
 export const HUES = 8;
 const CAPACITY = 65536;
-/** Newest stays of the server's account that live events may repeat. */
+/** Newest stays from the server that live events may repeat. */
 const MOST_REPEATED = 4096;
-/** Preempted sequences whose hue is kept. */
+/** Most preempted sequences whose hue is remembered. */
 const MOST_PREEMPTED = 4096;
-/** Seconds by which the account's times and those of events may differ. */
+/** Largest difference in seconds between the server's times and those of events. */
 const ROUNDING_S = 0.002;
 const ENDS = ["finished", "aborted", "preempted"];
 
 const nameOf = (request, index) => `${request} ${index}`;
 
-/** A stay is a sequence in a seat. Its times are seconds of the engine's clock; `to` of one that still goes on is
- *  Infinity, `first` (its first token) of one that still reads its prompt too. */
+/** A stay is a sequence in a seat. Times are seconds of the engine's clock; `to` is Infinity while the stay continues,
+ *  `first` (its first token) while the prompt is being computed. */
 export class Stays {
   constructor(capacity = CAPACITY) {
     this.capacity = capacity;
@@ -32,20 +32,20 @@ export class Stays {
   }
 
   clear() {
-    this.begun = 0; // stays ever begun; the newest `capacity` are kept
+    this.begun = 0; // stays begun so far; the newest `capacity` are stored
     this.open = new Map(); // seat -> number of its stay
     this.preemptedHues = new Map(); // preempted sequence -> its hue, until it boards again
-    this.loaded = new Map(); // sequence -> when its last stay of the server's account began
+    this.loaded = new Map(); // sequence -> start of its last stay from the server
     this.turn = 0;
     this.lastHue = []; // by seat
-    this.knownFrom = Infinity; // nothing is known of the time before
+    this.knownFrom = Infinity; // nothing is recorded before this time
   }
 
   get oldest() {
     return Math.max(0, this.begun - this.capacity);
   }
 
-  /** Fill from the server's own account (`timeline`); live events may follow that repeat some of it. */
+  /** Fill from the server's route `timeline`; later live events may repeat some of it. */
   load({stays, kept_from: keptFrom, stays_left_out: leftOut}) {
     this.clear();
     this.knownFrom = leftOut ? stays.from[0] : keptFrom;
@@ -76,7 +76,7 @@ export class Stays {
     }
   }
 
-  /** A stay begins; returns its place in the arrays. */
+  /** Begin a stay; returns its index in the arrays. */
   begin({seat, request, index, t, n_prompt: nPrompt}) {
     const number = this.begun++;
     const i = number % this.capacity;
@@ -97,7 +97,7 @@ export class Stays {
     return i;
   }
 
-  /** Passengers take the colours in turn, but never that of who sat there before. */
+  /** Sequences take the colours in turn, but never that of the seat's previous sequence. */
   nextHue(seat) {
     if (this.turn % HUES === this.lastHue[seat]) {
       this.turn++;
@@ -105,7 +105,7 @@ export class Stays {
     return this.turn++ % HUES;
   }
 
-  /** One of the feed's events, as {t, event, request, index, seat, n_prompt, n_output, reason}. */
+  /** Apply one of the feed's events: {t, event, request, index, seat, n_prompt, n_output, reason}. */
   apply(event) {
     if (event.seat < 0) {
       return;
@@ -131,7 +131,7 @@ export class Stays {
     return this.request[i] === request && this.index[i] === index;
   }
 
-  /** before: number of the stay that the seat's last passenger was on, if it has not ended. */
+  /** before: number of the seat's previous stay, if it has not ended. */
   seated(event, before) {
     const {t, request, index} = event;
     if (t < this.loaded.get(nameOf(request, index)) + ROUNDING_S) {
@@ -145,7 +145,7 @@ export class Stays {
     this.begin(event);
   }
 
-  /** A sequence that boards again tells no first token: its seat's state does. decoding(seat): it generates. */
+  /** Note first tokens by the seats' states: resumed sequences send no such event. decoding(seat): it generates. */
   settle(t, decoding) {
     for (const [seat, number] of this.open) {
       const i = number % this.capacity;
@@ -179,7 +179,7 @@ export class Stays {
     }
   }
 
-  /** Places of the stays under way at time t, by seat. */
+  /** Indices of the stays under way at time t, by seat. */
   at(t) {
     const places = new Map();
     this.each(t, t + 1e-9, (i) => places.set(this.seat[i], i));
@@ -190,7 +190,7 @@ export class Stays {
     return t < this.first[i] ? "prefill" : "decode";
   }
 
-  /** Places of the newest stays that had begun by t, newest first. */
+  /** Indices of the newest stays that had begun by t, newest first. */
   newest(count, t = Infinity) {
     const places = [];
     for (let number = this.begun - 1; number >= this.oldest && places.length < count; number--) {

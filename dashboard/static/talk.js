@@ -1,4 +1,4 @@
-// One conversation: its settings, its turns, and the answer that is on its way.
+// One conversation: its settings, its turns, and the answer that is being streamed.
 
 import {stream} from "./completion.js";
 import {make, mark, percent, say, seconds} from "./dom.js";
@@ -10,11 +10,11 @@ const SETTINGS = [
   ["max_tokens", "Max tokens", {type: "number", min: 1, step: 1, value: 512}],
   ["seed", "Seed", {type: "number", step: 1}],
 ];
-/** Alternatives that are asked for with each token. */
+/** Number of alternatives requested for each token. */
 const ALTERNATIVES = 3;
 
 export class Talk {
-  /** own: of the page, see `Chat`. */
+  /** own: functions of the page, see `Chat`. */
   constructor(own) {
     this.own = own;
     this.turns = []; // {role, content, id, calls, tokens, status, stats, error}
@@ -55,7 +55,7 @@ export class Talk {
     return {...body, ...this.own.shared()};
   }
 
-  /** Say something; from: the turn that it takes the place of, with all after it. */
+  /** Send a message; from: the turn that it replaces, with all later turns. */
   send(content, from = this.turns.length) {
     this.stop();
     this.turns.length = Math.min(from, this.turns.length);
@@ -63,7 +63,7 @@ export class Talk {
     return this.answer();
   }
 
-  /** The newest answer anew. */
+  /** Generate the newest answer again. */
   regenerate() {
     this.stop();
     if (this.turns.at(-1)?.role === "assistant") {
@@ -108,12 +108,12 @@ export class Talk {
     this.show();
   }
 
-  /** The answer that is on its way; null: none is. */
+  /** The answer that is being streamed; null: none. */
   get pending() {
     return this.running ? this.turns.at(-1) : null;
   }
 
-  /** More of the answer has come: shown with the next picture. */
+  /** New text of the answer: shown at the next drawing. */
   changed() {
     this.drawing ??= requestAnimationFrame(() => {
       this.drawing = null;
@@ -169,13 +169,13 @@ export class Talk {
     const copy = button("Copy", () => navigator.clipboard?.writeText(turn.content));
     const story = button("Story", () => this.own.tell(turn.id));
     const regenerate = () => {
-      this.own.focus(); // the button goes
+      this.own.focus(); // the button disappears
       this.regenerate();
     };
     return isLast ? [button("Regenerate", regenerate), copy, story] : [copy, story];
   }
 
-  /** Under an answer: where it waits, then how fast it came. */
+  /** Text under an answer: its place in the queue, then its speed. */
   note(turn) {
     if (turn.role === "user") {
       return "";
@@ -190,7 +190,7 @@ export class Talk {
   }
 }
 
-/** Take in a chunk of the stream. */
+/** Add a chunk of the stream to the answer. */
 function take(turn, chunk) {
   const [choice] = chunk.choices;
   const {delta} = choice ?? {};
@@ -225,7 +225,7 @@ function contentOf(turn) {
   return [...thoughts, ...said, ...calls];
 }
 
-/** Tokens with their probabilities, which are told when one points at a token. */
+/** Tokens with their probabilities, shown on hover. */
 function tokensOf(tokens) {
   const spans = tokens.map(({token, logprob, top_logprobs: top}) => {
     const others = top.map((one) => `${JSON.stringify(one.token)} ${percent(Math.exp(one.logprob), 1)}`);

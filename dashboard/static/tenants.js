@@ -1,4 +1,4 @@
-// Tenants: keys, or without keys the users that requests name. A reader without an administrator's key has one row.
+// Tenants: keys, or without keys the users named in requests. A reader without an administrator's key has one row.
 
 import {$, count, make, percent, say, seconds} from "./dom.js";
 import {pricePerHour} from "./band.js";
@@ -8,7 +8,7 @@ const both = (points) => (points ? `${seconds(points.p50)} / ${seconds(points.p9
 const limited = (used, most) => (most === null ? "" : `${count(used)} of ${count(most)}`);
 
 export class Tenants {
-  /** base(): the path before the engine's own. onFind(text): the reader wants to see a tenant's requests. */
+  /** base(): the path before the engine's own. onFind(text): called to show a tenant's requests. */
   constructor(base, onFind) {
     this.polled = new Polled(base, "tenants", {note: $("tenant-note"), show: (answer) => this.show(answer)});
     this.list = new Listing($("tenant-table"), this.columns(), {key: ({search}) => search, none: "No request came in the last minutes."});
@@ -50,7 +50,7 @@ export class Tenants {
     ];
   }
 
-  /** The tenant's part of the price of the engine for this time, by its useful tokens. */
+  /** The tenant's share of the engine's price for this time, by its useful tokens. */
   cost({useful_tokens: tokens}) {
     const {seconds: time, useful_tokens: all} = this.answer;
     const price = pricePerHour();

@@ -1,4 +1,4 @@
-// The bar that moves the whole page through the past: pause, scrub, step, replay, back to now; and how much of the past.
+// The bar that moves the whole page through the past: pause, scrub, step, replay, back to now; and the displayed span.
 
 import {$, make, onKeys, say} from "./dom.js";
 import {ago} from "./status.js";
@@ -26,7 +26,7 @@ export function setUpBar(view, step) {
 
 const inWords = (reach) => (reach < 3600 ? `${reach / 60} min` : `${reach / 3600} h`);
 
-/** Offer what a server's history of so many hours has. */
+/** Offer the spans covered by a server's history of this many hours. */
 export function offerHours(view, hours) {
   view.most = Math.max(KEPT_S, 3600 * hours);
   const reaches = REACHES.filter((reach) => reach <= view.most);
@@ -38,7 +38,7 @@ export function offerHours(view, hours) {
   view.lookBack(view.reach);
 }
 
-/** Each press plays faster, then at the plain speed again. */
+/** Each press plays faster, and after the fastest at normal speed again. */
 function replay(view) {
   const at = view.mode === "replay" ? SPEEDS.indexOf(view.speed) : -1;
   view.replay(SPEEDS[(at + 1) % SPEEDS.length]);

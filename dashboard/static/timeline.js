@@ -1,4 +1,4 @@
-// The heart of the page: who sat in which seat. Rows are seats, x is time, a change of colour is a change of passenger.
+// The seat timeline. Rows are seats, x is time; a change of colour is a change of sequence.
 
 import {GLYPH} from "./cells.js";
 import {$, colour, make, onSize, pen, reducedMotion, resize, seconds, short, table} from "./dom.js";
@@ -8,42 +8,42 @@ import {outageInWords, restartInWords} from "./status.js";
 const GUTTER = 34;
 const AXIS = 20;
 const HIGHEST_ROW = 18;
-/** Width of the cells at the right end, one a seat, that tell who sits there; they need rows of some height, and room. */
+/** Width of the cells at the right end that name each seat's sequence; shown where rows are high and wide enough. */
 const CELL = 104;
 const LEAST_ROW = 12;
 const LEAST_WIDTH = 640;
-/** Milliseconds in which a passenger is seen to board or to leave. */
+/** Milliseconds of the animation in which a sequence boards or leaves. */
 const MOVE_MS = 150;
-/** Stays in the table twin. */
+/** Most stays in the table twin. */
 const IN_TABLE = 40;
 /** Size of a mark, in CSS pixels. */
 const MARK = 10;
 const TICKS = [0.2, 0.5, 1, 2, 5, 10, 20, 60, 120];
 
-/** What can be written on an outage, the longest first. */
+/** Possible titles of an outage, the longest first. */
 function outageTitles(outage) {
   const back = restartInWords(outage);
   return [`${outage.cause}; ${back}`, back, `restart ${outage.restart}`, "no engine"];
 }
 
 export class Timeline {
-  /** describe(t): a moment as a short text. onPick(request, index): the reader wants to know more. view: a View, or null
-   *  for a picture that stands still. high: CSS pixels, as far as the height of a row can keep to it; null: as high as
-   *  the canvas's parent. highest: of a row. */
+  /** describe(t): a moment as a short text. onPick(request, index): called when the reader selects a sequence. view: a
+   *  View, or null for a still picture. high: preferred height in CSS pixels, which the height of a row may change;
+   *  null: that of the canvas's parent. highest: of a row. */
   constructor({canvas, reading, stays, view, onPick, describe, high = null, highest = HIGHEST_ROW}) {
     Object.assign(this, {canvas, reading, stays, view, onPick, describe, high, highest});
     this.raster = new Raster();
     this.note = [...reading.childNodes];
     this.seats = this.row = this.width = this.version = 0;
     this.axis = "";
-    this.origin = 0; // added to the stays' times, gives those that `describe` tells
+    this.origin = 0; // added to the stays' times before `describe` gets them
     this.chosen = null;
     this.outages = []; // see Engine.outages
     this.idleKind = null; // (second) => how idle seats of that second are painted, see Raster
     this.incidents = []; // notes of the feed: {t, level, code, message}
     this.moment = null; // see seats.js; null: no cells at the right end
     this.isMine = () => false; // (request) => whether it is this reader's own
-    this.moved = []; // by seat: {request, at: performance.now() when it changed}
+    this.moved = []; // by seat: {request, at: performance.now() of the change}
     const fills = high === null;
     onSize(canvas.parentElement, (width, height) => {
       this.width = width;
@@ -55,7 +55,7 @@ export class Timeline {
     canvas.addEventListener("click", (event) => this.pick(event));
   }
 
-  /** Draw all of it again: another colour scheme, another width, another past. */
+  /** Draw everything again, after a change of the colours, the width or the past. */
   restyle() {
     this.raster.readColours();
     this.version++;
@@ -65,7 +65,7 @@ export class Timeline {
     }
   }
 
-  /** The stays around the moment of the view; without a view, all of the first `now` seconds. */
+  /** The stays around the view's moment; without a view, all of the first `now` seconds. */
   draw(seats, now) {
     if (!this.width || !seats) {
       return;
@@ -95,7 +95,7 @@ export class Timeline {
     }
   }
 
-  /** CSS pixels of the time that is shown. */
+  /** Width of the displayed time in CSS pixels. */
   get wide() {
     return this.width - GUTTER - (this.cell ?? 0);
   }
@@ -132,7 +132,7 @@ export class Timeline {
   drawTimes(context, y) {
     const least = ((this.width < 500 ? 110 : 90) * this.span) / this.wide;
     const step = TICKS.find((tick) => tick >= least) ?? 120;
-    // Ticks stand at round numbers of seconds: before now while time moves on, of the clock while it stands.
+    // Ticks are at round numbers of seconds: before now while time moves on, of the clock while it stands still.
     const past = this.view?.mode === "live" ? 0 : (this.right + this.origin) % step;
     for (let ago = past; ago <= this.span; ago += step) {
       const x = this.x(this.right - ago);
@@ -141,7 +141,7 @@ export class Timeline {
     }
   }
 
-  /** How a label at x stays within the canvas. */
+  /** The alignment that keeps a label at x inside the canvas. */
   alignmentAt(x) {
     if (x > GUTTER + this.wide - 30) {
       return "right";
@@ -149,7 +149,7 @@ export class Timeline {
     return x < GUTTER + 30 ? "left" : "center";
   }
 
-  /** Frame the stays of the chosen request, and those of the reader's own. */
+  /** Outline the stays of the selected request, and those of the reader's own. */
   outline() {
     const context = pen(this.canvas);
     context.lineWidth = 2;
@@ -171,7 +171,7 @@ export class Timeline {
     });
   }
 
-  /** Times without an engine, in red over all seats. */
+  /** Draw times without an engine in red over all seats. */
   drawOutages() {
     const context = pen(this.canvas);
     for (const outage of this.outages) {
@@ -191,13 +191,13 @@ export class Timeline {
     }
   }
 
-  /** Where an outage begins and ends on the canvas. */
+  /** Left and right end of an outage on the canvas. */
   extent({began, ready}) {
     const left = Math.max(GUTTER, this.x(began));
     return [left, Math.min(GUTTER + this.wide, this.x(ready ?? this.now))];
   }
 
-  /** A mark over the time axis for each thing that a person should know of. */
+  /** Draw a mark over the time axis for each incident. */
   drawIncidents() {
     const context = pen(this.canvas);
     const y = this.seats * this.row;
@@ -215,8 +215,8 @@ export class Timeline {
     }
   }
 
-  /** A cell at the end of each row: who sits there, and how far its sequence has come. A passenger that boards slides in
-   *  from the right, one that leaves fades. */
+  /** A cell at the end of each row: the seat's sequence and its progress. A sequence that boards slides in from the
+   *  right; one that leaves fades. */
   drawCells() {
     const context = pen(this.canvas);
     const left = this.width - CELL + 8;
@@ -236,7 +236,7 @@ export class Timeline {
     context.clearRect(left - 8, this.seats * this.row, CELL, AXIS);
   }
 
-  /** How far a seat's newest change has come, from 0 to 1. */
+  /** Progress of the animation of a seat's newest change, from 0 to 1. */
   moveOf(seat, request, now) {
     const last = this.moved[seat];
     if (!last || last.request !== request) {
@@ -273,7 +273,7 @@ export class Timeline {
     context.fillText(text, x + 6, y + height / 2, width - 10);
   }
 
-  /** What happened at a point of the canvas besides stays, in words; "" for nothing. */
+  /** Outages and incidents at a point of the canvas, in words; "" for none. */
   story(x, y) {
     const bottom = this.seats * this.row;
     const near = ({t}) => Math.abs(this.x(t) - x) <= MARK;
@@ -288,7 +288,7 @@ export class Timeline {
     return outage ? outageInWords(outage) : "";
   }
 
-  /** Place of the stay at a point of the canvas, or -1. */
+  /** Index of the stay at a point of the canvas, or -1. */
   at(x, y) {
     const seat = Math.floor(y / this.row);
     const t = Math.min(this.right, this.time(x));
@@ -353,7 +353,7 @@ export class Timeline {
   }
 }
 
-/** Dragging moves through time, Ctrl and the wheel zoom, and so do arrow keys, + and -. */
+/** Dragging moves through time; Ctrl and the wheel zoom; so do arrow keys, + and -. */
 export function steer(canvas, timeline, view) {
   drag(canvas, timeline, view);
   zoomByWheel(canvas, timeline, view);
@@ -381,7 +381,7 @@ const KEYS = {
 const LEAST_DRAG = 4;
 
 function drag(canvas, timeline, view) {
-  let dragged = null; // {x, t, moved}: where the pointer went down, and the moment shown then
+  let dragged = null; // {x, t, moved}: position and displayed moment at pointer down
   canvas.addEventListener("pointerdown", (event) => {
     dragged = {x: event.clientX, t: view.t, moved: false};
   });

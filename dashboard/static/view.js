@@ -1,19 +1,19 @@
-// Which moment the page shows: now, a moment of the past that stands still, or one that is played again. The last ten
-// minutes are known by the second; of the hours before them figures are known.
+// The displayed moment: now, a past moment that stands still, or one that is replayed. The last ten minutes are
+// recorded by the second; the hours before them in coarser bins.
 
 import {KEPT_S} from "./stays.js";
 
 const SHORTEST = 2;
 const HOUR_S = 3600;
-/** How far back a reader may look, seconds, as far as the server's history goes. */
+/** Spans that a reader may look back, in seconds, as far as the server's history goes. */
 export const REACHES = [KEPT_S, HOUR_S, 6 * HOUR_S, 24 * HOUR_S, 168 * HOUR_S];
 
 export class View {
   constructor(onChange) {
     this.mode = "live"; // live | paused | replay
     this.span = 60; // seconds that the timeline shows
-    this.reach = KEPT_S; // seconds that the band shows and the reader may go back
-    this.most = KEPT_S; // and the most that they may be
+    this.reach = KEPT_S; // seconds that the band shows and that the reader can scrub
+    this.most = KEPT_S; // most seconds of `reach`
     this.speed = 1;
     this.now = 0; // the engine's clock at the newest frame
     this.at = 0; // the moment shown, unless live
@@ -28,18 +28,18 @@ export class View {
     return Math.max(0, this.now - this.t);
   }
 
-  /** Whether the moment lies before what is known by the second. */
+  /** Whether the moment is before the time recorded by the second. */
   get isOld() {
     return this.ago > KEPT_S;
   }
 
-  /** Look so far back, at most as far as there is a history. */
+  /** Look back this far, at most as far as there is a history. */
   lookBack(reach) {
     this.reach = Math.min(reach, this.most);
     this.go(this.t, this.mode);
   }
 
-  /** Stand at time t, and look back as far as that needs. */
+  /** Stop at time t, and look back as far as that needs. */
   seek(t) {
     const ago = this.now - t;
     this.lookBack(Math.max(this.reach, REACHES.find((reach) => reach >= ago) ?? this.most));
@@ -48,13 +48,13 @@ export class View {
 
   /** A moment as the time of day; fine: to a tenth of a second. */
   clock(t, fine) {
-    const time = new Date(1000 * (t + this.origin) + 1); // 0.0999 s reads 0.1 s
+    const time = new Date(1000 * (t + this.origin) + 1); // so that 0.0999 s reads 0.1 s
     const tenth = Math.floor(time.getMilliseconds() / 100);
     const text = time.toLocaleTimeString("en-GB");
     return fine ? `${text}.${tenth}` : text;
   }
 
-  /** A moment as the timeline's axis names it: seconds ago while time moves on, the time of day while it stands. */
+  /** A moment as a label of the timeline's axis: seconds ago while time moves on, else the time of day. */
   name(t, ago) {
     if (this.mode !== "live") {
       return this.clock(t, this.span < 20);
@@ -62,13 +62,13 @@ export class View {
     return ago ? `${+ago.toFixed(1)} s ago` : "now";
   }
 
-  /** The engine's clock has moved on. What fell out of the reach cannot be shown any more. */
+  /** The engine's clock has moved on. A moment that is now out of reach cannot be shown any more. */
   tick(now) {
     this.now = now;
     this.at = Math.max(this.at, now - this.reach);
   }
 
-  /** Play on by `seconds` of real time; a replay that has caught up is live. */
+  /** Continue a replay by `seconds` of real time; when it catches up it becomes live. */
   play(seconds) {
     if (this.mode !== "replay") {
       return;
@@ -98,7 +98,7 @@ export class View {
     }
   }
 
-  /** Stand at time t. */
+  /** Stop at time t. */
   scrub(t) {
     this.go(t, "paused");
   }
@@ -112,7 +112,7 @@ export class View {
     this.onChange();
   }
 
-  /** Show `factor` times as much time, keeping the moment at `share` (0: left, 1: right end) in its place. */
+  /** Show `factor` times as much time; the moment at `share` (0: left, 1: right end) stays in its place. */
   zoom(factor, share = 1) {
     const span = Math.max(SHORTEST, Math.min(KEPT_S, this.span * factor));
     const right = this.t + (span - this.span) * (1 - share);

@@ -1,17 +1,17 @@
-// The views of the page, of which one is shown at a time. The part of the address after "#" names it, and may go on
-// with what to show there: #overview, #overview/at=1764340000.5, #requests/ID, #requests/ID/1 (its second choice).
+// The views of the page, one of which is shown at a time. The part of the address after "#" names it, and may add what
+// to show there: #overview, #overview/at=1764340000.5, #requests/ID, #requests/ID/1 (its second choice).
 
 import {$, onKeys} from "./dom.js";
 
-/** In the order of the keys 1, 2, 3, ..., 9, 0. */
+/** View names, in the order of the keys 1, 2, 3, ..., 9, 0. */
 const NAMES = ["overview", "chat", "requests", "tenants", "work", "memory", "performance", "incidents", "lab", "settings"];
 
 export class Views {
   /** on.shown(name): a view is on the screen. on.request(id, index) and on.moment(seconds since 1970): the address
-   *  names one. names: of the views; the first is shown where the address names none. */
+   *  names one. names: of the views; the first is shown if the address names none. */
   constructor(on, names = NAMES) {
     Object.assign(this, {on, names, shown: names[0]});
-    this.written = location.hash; // the address as this page left or followed it
+    this.written = location.hash; // the address that this page last wrote or followed
     this.offered = new Set(names);
     addEventListener("hashchange", () => this.follow());
     onKeys(Object.fromEntries(names.map((name, i) => [String((i + 1) % 10), () => this.go(name)])));
@@ -21,7 +21,7 @@ export class Views {
     return document.querySelector(`#views a[href="#${name}"]`);
   }
 
-  /** Whether there is something to see in a view. */
+  /** Whether a view has content. */
   offer(name, offered) {
     this.link(name).hidden = !offered;
     offered ? this.offered.add(name) : this.offered.delete(name);
@@ -36,24 +36,24 @@ export class Views {
     }
   }
 
-  /** Have the address name what is shown, without a step in the browser's history. rest: what to show in the view. */
+  /** Write the displayed content into the address, without a new entry in the browser's history. rest: after the name. */
   note(rest = "", name = this.shown) {
     const hash = rest ? `#${name}/${rest}` : `#${name}`;
     const isPlain = hash === `#${this.names[0]}` && !location.hash;
-    const isAhead = location.hash !== this.written; // the reader goes elsewhere: that is followed in a moment
+    const isAhead = location.hash !== this.written; // the reader has just changed it: `follow` runs soon
     if (location.hash !== hash && !isPlain && !isAhead) {
       history.replaceState(null, "", hash);
       this.written = location.hash;
     }
   }
 
-  /** The parts of what the address names; the first is a view. */
+  /** The parts of the address; the first is a view. */
   get named() {
     const [name, ...rest] = location.hash.slice(1).split("/").map(decodeURIComponent);
     return [this.offered.has(name) ? name : this.names[0], ...rest];
   }
 
-  /** Show what the address names. */
+  /** Show the content that the address names. */
   follow() {
     this.written = location.hash;
     const [name, ...rest] = this.named;

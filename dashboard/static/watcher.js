@@ -1,5 +1,5 @@
-// One engine being watched: the feed's events go into what is known of the engine, its stays and its history. The
-// feed's fields are explained in dashboard/sse.py.
+// Watches one engine: the feed's events update the engine's state, its stays and its history. The feed's fields are
+// explained in dashboard/sse.py.
 
 import {Engine} from "./engine.js";
 import {ask, parse, watch} from "./feed.js";
@@ -11,18 +11,18 @@ import {KEPT_S, Stays} from "./stays.js";
 
 /** The version of the feed that this page reads. */
 const FEED_VERSION = 4;
-/** Seconds that may pass until the server answers: it keeps no more than KEPT_S. */
+/** Seconds that the server may take to answer: it stores no more than KEPT_S. */
 const SLACK_S = 10;
-/** Bins of the account of hours, and milliseconds after which it is asked for again. */
+/** Bins of the history of hours, and milliseconds after which it is loaded again. */
 const BINS_OF_HOURS = 600;
 const HOURS_MS = 20_000;
-/** Seconds around a moment of which it is asked who sat where, and stays that are kept of them. */
+/** Seconds of old stays to load around a moment, and most such stays. */
 const AROUND_S = 60;
 const OLD_STAYS = 8192;
 
 export class Watcher {
-  /** base: the path before the engine's own. on.greet(hello), on.change(), on.trouble(text). first: {events, past} that
-   *  came with the page: the feed's first events, and the last minute's `timeline` up to them; null: nothing did. */
+  /** base: the path before the engine's own. on.greet(hello), on.change(), on.trouble(text). first: {events, past}
+   *  embedded in the page: the feed's first events, and `timeline` of the minute before them; null: none. */
   constructor(base, on, first = null) {
     this.base = base;
     this.on = on;
@@ -31,14 +31,14 @@ export class Watcher {
     this.mismatch = "";
     this.stopping = new AbortController();
     this.stays = new Stays();
-    this.oldStays = new Stays(OLD_STAYS); // at a moment before the ten minutes
+    this.oldStays = new Stays(OLD_STAYS); // around a moment before the ten minutes
     this.reset();
     const trouble = (text) => {
       this.trouble = text;
       on.trouble();
     };
     const event = (name, data) => this.receive(name, data);
-    this.past = first?.past ?? null; // an account of the past that was not taken in yet
+    this.past = first?.past ?? null; // embedded `timeline` that is not applied yet
     const events = (first?.events ?? []).map(parse);
     events.forEach((one) => event(one.event, one.data));
     watch(base, {event, trouble}, this.stopping.signal, events.at(-1)?.id);
@@ -52,14 +52,14 @@ export class Watcher {
     this.engine = new Engine();
     this.stays.clear();
     this.oldStays.clear();
-    this.old = {from: 0, to: 0}; // what `oldStays` tells of, and is asked for
+    this.old = {from: 0, to: 0}; // time covered by `oldStays`, loaded or loading
     this.waiting = new Waiting();
     this.history = null;
     this.recorder = null;
-    this.pastLoads = 0; // how often the server's account of the past was taken; each may change the picture
+    this.pastLoads = 0; // times that the past was loaded; each may change the picture
     this.nextEvent = null; // the number of the event that comes next; null: not known
-    this.lastRequest = {reach: 0, at: -Infinity}; // what account of hours was asked for
-    this.early = null; // events that came while the account of the past was on its way
+    this.lastRequest = {reach: 0, at: -Infinity}; // the newest request for a history of hours
+    this.early = null; // events that arrive while the past is loading
   }
 
   /** Milliseconds since the last event. */
@@ -76,7 +76,7 @@ export class Watcher {
   on_hello(hello) {
     const before = this.engine.hello;
     if (before && before.run !== hello.run) {
-      this.reset(); // another server: its times and steps start anew
+      this.reset(); // another server has other times and steps
     }
     const same = hello.version === FEED_VERSION;
     this.mismatch = same ? "" : "This page is of another version than the engine; expect mistakes.";
@@ -98,7 +98,7 @@ export class Watcher {
 
   on_events({first, events}) {
     if (this.nextEvent === null) {
-      return; // the key frame that follows asks for the past
+      return; // the next key frame loads the past
     }
     const missed = first > this.nextEvent;
     this.nextEvent = first + events.length;
@@ -122,7 +122,7 @@ export class Watcher {
     this.engine.addNote(note);
   }
 
-  /** frame: the key frame or delta that the engine has just taken in. */
+  /** frame: the key frame or delta that the engine has just applied. */
   frameApplied(frame) {
     const {engine} = this;
     const moment = momentOf(engine);
@@ -142,7 +142,7 @@ export class Watcher {
     this.on.change();
   }
 
-  /** Ask for the account of the `reach` seconds before now, if it is due. */
+  /** Load the history of the `reach` seconds before now, if due. */
   async loadHours(reach) {
     const {history, lastRequest} = this;
     const now = performance.now();
@@ -152,7 +152,7 @@ export class Watcher {
     this.lastRequest = {reach, at: now};
     const {t} = this.engine.frame;
     const path = `${this.base}history?from=${t - reach}&to=${t}&bins=${BINS_OF_HOURS}`;
-    const account = await ask(path).catch(() => null); // without an answer what is known stays
+    const account = await ask(path).catch(() => null); // without an answer the old history stays
     if (account && history === this.history) {
       history.fillHours(account);
       this.pastLoads++;
@@ -160,7 +160,7 @@ export class Watcher {
     }
   }
 
-  /** Ask who sat where in the `span` seconds before t, unless it was asked before. */
+  /** Load the stays of the `span` seconds before t, unless already loaded. */
   async loadOldStays(t, span) {
     const {old} = this;
     if (old.from <= t - span && t <= old.to) {
@@ -171,7 +171,7 @@ export class Watcher {
     const request = this.old;
     const account = await ask(path).catch(() => null);
     if (request !== this.old) {
-      return; // the reader went elsewhere
+      return; // the reader moved to another moment
     }
     this.oldStays.clear();
     if (account) {
@@ -181,7 +181,7 @@ export class Watcher {
     this.on.change();
   }
 
-  /** The ten minutes before now from the server's own account; live events go on from there. */
+  /** Load the ten minutes before now from the server; live events continue from there. */
   async loadPast() {
     if (this.early) {
       return;

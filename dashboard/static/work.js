@@ -1,5 +1,5 @@
-// Batches, jobs, files and adapters. The list is the page's own (dashboard/work.py); contents come from the API itself,
-// which wants an API key where the server has keys: a session alone shows no texts.
+// Batches, jobs, files and adapters. The lists come from the page's own route (dashboard/work.py); contents come from
+// the API, which requires an API key where the server has keys: a session alone shows no texts.
 
 import {$, count, make, saveFile, say, seconds} from "./dom.js";
 import {Listing, Polled} from "./listing.js";
@@ -35,7 +35,7 @@ export class Work {
     $("view-work").addEventListener("click", ({target}) => this.act(target.closest("[data-act]")));
   }
 
-  /** Another engine is watched. hello: of its feed; isBeside: the API is beside this page. */
+  /** Show another engine. hello: of its feed; isBeside: the API is beside this page. */
   greet({needs_key: needsKey, role}, isBeside) {
     Object.assign(this, {needsKey, isBeside, seesAll: role !== "user"});
     $("work-key").parentElement.hidden = !needsKey || !isBeside;
@@ -108,7 +108,7 @@ export class Work {
     ];
   }
 
-  /** A button that saves one of the API's answers; the API gives a key's own alone. */
+  /** A button that saves a result from the API; the API returns only a key's own results. */
   contents({id, own}, path, what) {
     if (!path || !this.isBeside || !own) {
       return "";
@@ -146,7 +146,7 @@ export class Work {
   }
 }
 
-/** The beginning of an id and its end. */
+/** The beginning and the end of an id. */
 const shortened = (id) => (id.length > 20 ? `${id.slice(0, 14)}…${id.slice(-4)}` : id);
 
 function progress({id, status, total, completed, failed, fault}) {
