@@ -76,18 +76,18 @@ def main() -> None:
         named = [f"a{number}={folder}" for number, folder in enumerate(folders)]
         options: dict[str, Any] = {"max_seats": SEATS, "prefix_cache": False}
         engines = {n: LLM(args.model, adapters=tuple(named[:n]), **options) for n in COUNTS}
-    found: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
+    rates: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
     for _ in range(args.rounds):
         for count, llm in engines.items():
-            found[count].append((rate(llm, PROMPT, OUTPUT, SEATS), rate(llm, LONG, 1, 8)))
+            rates[count].append((rate(llm, PROMPT, OUTPUT, SEATS), rate(llm, LONG, 1, 8)))
     print(f"{args.model}, {engines[0].info.formats.dtype}, {cpu_name()}\n")
     print(
         "| adapters | decoding at 32, tok/s | beside none | prompts of 512, tok/s | beside none |"
     )
     print("|---|---|---|---|---|")
-    base = [median(column) for column in zip(*found[0], strict=True)]
+    base = [median(column) for column in zip(*rates[0], strict=True)]
     for count in COUNTS:
-        own = [median(column) for column in zip(*found[count], strict=True)]
+        own = [median(column) for column in zip(*rates[count], strict=True)]
         cells = [f"{x:,.0f} | {x / y:.2f}" for x, y in zip(own, base, strict=True)]
         print(f"| {count} | {' | '.join(cells)} |")
 

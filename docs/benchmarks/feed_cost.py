@@ -114,12 +114,12 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
     core, traffic = EngineCore(scheduler, Instant(), Ledger()), requests(seats, steps)
     for request in traffic:
         core.add(request)
-    event_s, asking, whole, reports = [0.0], [0.0], [0.0], []
+    event_s, asking, step_s, reports = [0.0], [0.0], [0.0], []
     reporter = core._reporter
     reporter.events = timed(reporter.events, event_s)
     core_module.prompt_chunks = timed(core_module.prompt_chunks, event_s)
     reporter.answer = timed(reporter.answer, asking)
-    step, encode_events = timed(core.step, whole), timed(messages.encode, event_s)
+    step, encode_events = timed(core.step, step_s), timed(messages.encode, event_s)
     for number in range(steps):
         if number % round(0.5 / STEP_S) == 0:
             core.ask(
@@ -129,7 +129,7 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
         encode_events(messages.StepReport([], b"", report.events, report.chunks))
         reports.append(messages.encode(report))
     per_step = {
-        "host half of a step": whole[0],
+        "host half of a step": step_s[0],
         "events and prompts": event_s[0],
         "page states": asking[0],
     }
@@ -179,15 +179,15 @@ def make_client(seats: int) -> Any:
 
 async def play(client: Any, reports: list[bytes], seconds: float) -> float:
     """CPU seconds of this process while the reports come in, one every STEP_S."""
-    started, due, at = time.process_time(), time.monotonic(), 0
-    end = due + seconds
+    started, next_at, at = time.process_time(), time.monotonic(), 0
+    end = next_at + seconds
     while time.monotonic() < end and at < len(reports):
         report = msgspec.msgpack.decode(reports[at], type=messages.FromCore)
         assert isinstance(report, messages.StepReport)
         if (record := client.history.take(report)) is not None:
             client.counters.observe_step(record)
-        at, due = at + 1, due + STEP_S
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        at, next_at = at + 1, next_at + STEP_S
+        await asyncio.sleep(max(0.0, next_at - time.monotonic()))
     return time.process_time() - started
 
 

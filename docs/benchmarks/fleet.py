@@ -161,8 +161,8 @@ async def _chatted(
 async def _choices(http: httpx.AsyncClient) -> Counter[str]:
     """Number of engine choices so far, by kind."""
     metrics = (await http.get("/metrics")).text
-    found = re.findall(r'choices_total{choice="(\w+)",model="m"} (\d+)', metrics)
-    return Counter({choice: int(number) for choice, number in found})
+    counts = re.findall(r'choices_total{choice="(\w+)",model="m"} (\d+)', metrics)
+    return Counter({choice: int(number) for choice, number in counts})
 
 
 def _hit_rates(

@@ -156,10 +156,10 @@ class Fuzzer:
         """Send one case. Three of four are made mostly valid, since nearly all others would fail at
         their first invalid field.
         """
-        found = self.found
-        found.cases += 1
-        if found.cases % 4:
-            self._mend(case, random.Random(found.cases))
+        findings = self.found
+        findings.cases += 1
+        if findings.cases % 4:
+            self._mend(case, random.Random(findings.cases))
         if isinstance(case.body, dict):
             _bound(case.path, case.body)
         started = time.monotonic()
@@ -168,15 +168,15 @@ class Fuzzer:
         except requests.RequestException as error:
             self._fault(case, f"no answer: {type(error).__name__}: {error}")
             return
-        found.slowest_s = max(found.slowest_s, time.monotonic() - started)
-        found.statuses[f"{case.method} {case.path}", response.status_code] += 1
+        findings.slowest_s = max(findings.slowest_s, time.monotonic() - started)
+        findings.statuses[f"{case.method} {case.path}", response.status_code] += 1
         self._remember(case, response)
         if response.status_code >= 500 and response.status_code not in _MEANT:
             self._fault(case, f"status {response.status_code}: {response.text[:300]}")
         self._check(case, lambda: case.validate_response(response, checks=_CHECKS))
         if case.path == "/sleep" and response.status_code == 200:
             self.session.post(f"{self.url}/wake_up", timeout=self.slowest_s)
-        if found.cases % _ALIVE_EVERY == 0:
+        if findings.cases % _ALIVE_EVERY == 0:
             self._alive()
 
     def _mend(self, case: Case, choice: random.Random) -> None:

@@ -139,11 +139,11 @@ class Sampler:
         self._steps.append(time.thread_time())
 
     def _report(self, _: int, __: FrameType | None) -> None:
-        beside = self._file.with_suffix(".new")
+        new_file = self._file.with_suffix(".new")
         steps = np.diff(self._steps)
         quick = {_QUICK: float(np.quantile(steps, 0.1))} if len(steps) else {}
-        beside.write_text(json.dumps(self._spent | quick))
-        beside.replace(self._file)
+        new_file.write_text(json.dumps(self._spent | quick))
+        new_file.replace(self._file)
         self._spent.clear()
         self._steps.clear()
 
@@ -249,7 +249,7 @@ def token_cost(port: int, pid: int, file: Path, streams: int) -> JsonDict:
 
 def without_device(trees: Sequence[Path], crowds: Sequence[int], step_ms: float) -> JsonDict:
     """The cost of a token in each tree by number of streams; the trees take turns, twice."""
-    found: dict[str, list[JsonDict]] = {str(tree): [] for tree in trees}
+    by_tree: dict[str, list[JsonDict]] = {str(tree): [] for tree in trees}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "parts.json"
         for tree in [*trees, *trees]:
@@ -259,9 +259,9 @@ def without_device(trees: Sequence[Path], crowds: Sequence[int], step_ms: float)
                 pid = server.started.pid
                 for streams in crowds:
                     cost = token_cost(port, pid, file, streams)
-                    found[str(tree)].append(cost)
+                    by_tree[str(tree)].append(cost)
                     print(tree, json.dumps(cost), flush=True)
-    return {"machine": cpu_name(), "step_ms": step_ms, "trees": found}
+    return {"machine": cpu_name(), "step_ms": step_ms, "trees": by_tree}
 
 
 async def drive(url: str, arrivals: list[Arrival], streams: int) -> LoadResult:

@@ -250,12 +250,12 @@ def simulated(arrivals: list[Arrival], shape: EngineShape, table: StepTimes) -> 
     """
     device = VirtualDevice(table)
     core = device.new_core(shape)
-    told: list[float] = []
+    predicted_s: list[float] = []
 
     def request_at(number: int, at: float) -> EngineRequest:
         arrival = arrivals[number]
         request = arrival.request(str(number), [0] * arrival.n_prompt, at)
-        told.append(predicted(core.scheduler, request))
+        predicted_s.append(predicted(core.scheduler, request))
         return request
 
     records = RequestRecords()
@@ -273,7 +273,9 @@ def simulated(arrivals: list[Arrival], shape: EngineShape, table: StepTimes) -> 
         "long_first_token_mean_s": float(first[~short].mean()),
         "long_end_mean_s": float(ends[~short].mean()),
         "long_end_max_s": float(ends[~short].max()),
-        "predicted_wait_mean_s": float(np.array(told)[waiting].mean()) if waiting.any() else 0.0,
+        "predicted_wait_mean_s": float(np.array(predicted_s)[waiting].mean())
+        if waiting.any()
+        else 0.0,
         "wait_mean_s": float(waits[waiting].mean()) if waiting.any() else 0.0,
         "seconds": max(r.end for r in requests),
     }

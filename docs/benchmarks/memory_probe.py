@@ -78,9 +78,9 @@ def _resident(array: Any) -> int:
     page = os.sysconf("SC_PAGE_SIZE")
     start = array.ctypes.data // page * page
     pages = -(-(array.ctypes.data + array.nbytes - start) // page)
-    there = (ctypes.c_ubyte * pages)()
-    ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), there)
-    return page * sum(one & 1 for one in there)
+    in_memory = (ctypes.c_ubyte * pages)()
+    ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), in_memory)
+    return page * sum(one & 1 for one in in_memory)
 
 
 def _arrays(objects: list[Any]) -> dict[str, tuple[int, int]]:

@@ -191,13 +191,13 @@ async def run_phase(server: Server, name: str, load: float, seconds: float, seed
     phase = Phase(name, load, ended=time.monotonic() + seconds)
     looking = asyncio.create_task(look(server, phase))
     draw, source = random.Random(seed), bodies(server.model, seed)
-    due = time.monotonic()
+    next_at = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        while due < phase.ended:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            phase.late_s.append(time.monotonic() - due)
+        while next_at < phase.ended:
+            await asyncio.sleep(max(0.0, next_at - time.monotonic()))
+            phase.late_s.append(time.monotonic() - next_at)
             group.create_task(come(server, phase, next(source)))
-            due += draw.expovariate(load)
+            next_at += draw.expovariate(load)
     looking.cancel()
     return phase
 

@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _row(what: str, gigabits: int, split: Split, seats: int) -> str:
-    whole, sums = split.tensor_parallel_s(seats), split.sums_s(seats)
+    step_s, sums = split.tensor_parallel_s(seats), split.sums_s(seats)
     alone, filled = split.cycle_s(seats, 1), split.cycle_s(seats, split.hosts)
     cells = (
         what,
@@ -101,7 +101,7 @@ def _row(what: str, gigabits: int, split: Split, seats: int) -> str:
         f"{seats}",
         f"{split.sum_bytes(seats) / 1e6:.1f} MB",
         f"{split.hop_bytes(seats) / 1e3:.0f} KB",
-        f"{whole * 1e3:.1f} ms",
+        f"{step_s * 1e3:.1f} ms",
         f"{sums * 1e3:.1f} ms",
         f"{alone * 1e3:.1f} ms",
         f"{filled * 1e3:.1f} ms",
