@@ -28,9 +28,9 @@ def attention(
 ) -> np.ndarray:
     """softmax(q k) v over the keys that each row sees, one sequence at a time: [T, H, D].
 
-    q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P], sinks [H], scores
-    that join each row's softmax without a value. value_dim > 0: kv [N, page, K, D] of keys alone,
-    whose first numbers are their values, [T, H, value_dim]. Padding rows are 0.
+    q [T, H, D], kv [N, page, 2K, D], kv_lens [S], cu_q [S+1], page_table [S, P], sinks [H]: scores
+    that join each row's softmax without a value. value_dim > 0: kv [N, page, K, D] holds only keys,
+    whose first numbers are the values; the result is [T, H, value_dim]. Padding rows are 0.
     """
     if value_dim:
         kv = np.repeat(kv, 2, axis=2)
@@ -51,7 +51,9 @@ def _attend(
     softcap: float,
     sinks: np.ndarray | None,
 ) -> np.ndarray:
-    """A sequence's last rows q [R, H, D] over all its keys and values [C, 2K, D]: [R, H, D]."""
+    """Attention of a sequence's last rows q [R, H, D] over its keys and values [C, 2K, D]:
+    [R, H, D].
+    """
     n_rows, n_heads, dim = q.shape
     length, n_kv = len(cells), cells.shape[1] // 2
     keys = cells[:, 0::2].transpose(1, 2, 0)  # [K, D, C]
@@ -114,7 +116,7 @@ def mamba(
     x: np.ndarray, weights: MambaWeights, groups: int, dim: int, limits: tuple[float, float]
 ) -> np.ndarray:
     """A layer of Mamba-2 over one whole sequence, token by token and head by head, as in
-    `jitney.kernels.mamba`: x [L, C + H] -> what is read, [L, H, V].
+    `jitney.kernels.mamba`: x [L, C + H] -> output of each head, [L, H, V].
     """
     taps = np.asarray(weights.taps).astype(np.float32)
     log_decay, bias, skip = (np.asarray(one, np.float32) for one in weights[2:])
@@ -150,7 +152,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Pairs (j, j + D/2) of x [T, heads, D] turned by cos and sin [T, 1, D // 2]."""
+    """x [T, heads, D] with its pairs (j, j + D/2) rotated by cos and sin [T, 1, D // 2]."""
     first, second = np.split(x.astype(np.float32), 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -161,8 +163,8 @@ def matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def matmul_int8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """x [T, I], each row in whole steps of 1/127 of its greatest magnitude, times w [I, O] with a
-    scale for each output [O].
+    """x [T, I] times w [I, O] with a scale for each output [O]; each row of x is rounded to
+    multiples of 1/127 of its greatest magnitude.
     """
     wide = x.astype(np.float32)
     most = np.maximum(np.abs(wide).max(axis=1, keepdims=True), np.float32(1e-30))
@@ -179,8 +181,8 @@ def gated(sums: np.ndarray) -> np.ndarray:
 
 
 def matmul_fp8(x: np.ndarray, w: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """x [T, I], each row in e4m3 with its greatest magnitude at 448, times w [I, O] with a scale
-    for each output [O].
+    """x [T, I] times w [I, O] with a scale for each output [O]; each row of x is scaled so that its
+    greatest magnitude is 448, and rounded to e4m3.
     """
     wide = x.astype(np.float32)
     most = np.maximum(np.abs(wide).max(axis=1, keepdims=True), np.float32(1e-30))
@@ -195,8 +197,8 @@ def choose_experts(
     bias: np.ndarray | None = None,
     factors: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(shares, experts) that rows go through, the first choice first, [T, C]; numbers [T, X] the
-    router's, bias and factors [X].
+    """(shares, experts) chosen for each row, both [T, C], best choice first. numbers [T, X]: router
+    outputs; bias and factors [X].
     """
     powers = np.exp(numbers - numbers.max(axis=1, keepdims=True))
     scores = powers / powers.sum(axis=1, keepdims=True)
@@ -220,8 +222,8 @@ def choose_experts(
 def experts(
     x: np.ndarray, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
 ) -> np.ndarray:
-    """Each block row through the expert of its block, [N * B, E]; 0
-    where none does. x [T, E], opening [X, E, 2F], closing [X, F, E].
+    """The output of each block's expert for each row of the block, [N * B, E]; 0 for padding.
+    x [T, E], opening [X, E, 2F], closing [X, F, E].
     """
     rows, owners = np.asarray(blocks.rows), np.asarray(blocks.experts)
     out = np.zeros((len(rows), closing.kernel.shape[2]), np.float32)
@@ -248,8 +250,8 @@ def _widened(stack: Stack, expert: int) -> np.ndarray:
 
 
 def mxfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The matrix [I, O] of codes [I // 2, O] and exponents [I // 32, O], as
-    `jitney.kernels.mxfp4.Mxfp4` has them, weight by weight from the bits of its number.
+    """The matrix [I, O] from codes [I // 2, O] and exponents [I // 32, O] in the format of
+    `jitney.kernels.mxfp4.Mxfp4`; decodes each weight from its bits.
     """
     halves = packed.reshape(len(scales), 16, -1)
     codes = np.concatenate([halves % 16, halves // 16], axis=1).reshape(-1, packed.shape[1])
@@ -260,8 +262,8 @@ def mxfp4(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _opened(sums: np.ndarray, activation: str) -> np.ndarray:
-    """sums [2F] of gates and ups -> silu(gate) * up, the same with gelu by its formula with tanh,
-    or gpt-oss's; of ups alone [F] the square of what is positive.
+    """sums [2F] of gates and ups -> silu(gate) * up, or the same with gelu (tanh formula) or
+    gpt-oss's activation; for ups alone, [F], the square of relu.
     """
     if activation == "relu2":
         return np.maximum(sums, 0) ** 2

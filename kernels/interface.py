@@ -36,14 +36,15 @@ class AttentionMeta(NamedTuple):
     page_table: jax.Array  # [S, P] physical pages in order, 0 = trash
     write_rows: jax.Array  # [T] flat KV row (page * page_size + offset); N * page_size = drop
     positions: jax.Array  # [T] absolute positions
-    #: [3]: decoding sequences, all sequences, all token rows. [4]: also the number of sequences
-    #: after the decoding ones whose rows a CPU computes bit for bit like decode rows.
+    #: [3]: number of decoding sequences, of all sequences and of all token rows. [4]: also the
+    #: number of sequences after the decoding ones whose rows a CPU computes bit for bit like
+    #: decode rows.
     counts: jax.Array
     #: [T] adapter number of each row, from 1; 0: none. None: the model has no adapters. Read by
     #: layers, not by kernels.
     adapted: jax.Array | None = None
-    #: [engines] counts[2] of each engine that shares the experts; None: none does. Read by layers,
-    #: not by kernels.
+    #: [engines] counts[2] of each engine that shares the experts; None: the experts are not shared.
+    #: Read by layers, not by kernels.
     row_counts: jax.Array | None = None
     #: Slots from which recurrent layers read the states of sequences and to which they write them;
     #: None: all layers use pages.
@@ -75,10 +76,11 @@ class AttentionOptions(TypedDict, total=False):
     #: float32 [2K] or []: factors of an int8 or fp8 pool (see `jitney.kernels.scales`); without
     #: them such a pool raises ValueError.
     kv_scales: jax.Array | None
-    #: float32 [H]: a score of each head that joins the softmax of every row and weighs no value.
+    #: float32 [H]: attention sinks, a score per head that joins the softmax of every row and has no
+    #: value.
     sinks: jax.Array | None
-    #: > 0: the first `value_dim` numbers of a key are its value. The pool of plain floats has keys
-    #: only, [N, page, K, D]; v is None, and o is [T, H, value_dim].
+    #: > 0: the first `value_dim` numbers of a key are its value. The pool then holds only keys, as
+    #: plain floats, [N, page, K, D]; v is None, and o is [T, H, value_dim].
     value_dim: int
 
 
@@ -171,8 +173,8 @@ class Pack(Protocol):
 class _Product[W](Protocol):
     """A product with weights W [I, O], summed in float32.
 
-    Arrays in int8 and fp8 are widened to x's dtype on the way; of `Int8` and `Fp8`, whose module
-    says how, rows are rounded likewise.
+    Plain arrays in int8 and fp8 are widened to x's dtype during the product. With `Int8` and `Fp8`
+    weights, the rows of x are rounded to the same format (see `jitney.kernels.w8a8`).
     """
 
     def __call__(self, x: jax.Array, w: W, /, dtype: DTypeLike = ...) -> jax.Array:
@@ -193,7 +195,7 @@ class _GatedProduct[W](Protocol):
 
 
 class _Norm(Protocol):
-    """The norm of all models."""
+    """RMS norm, which all models use."""
 
     def __call__(self, x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         """x [..., E], weight [E] -> x / sqrt(mean(x * x) + eps) * weight, computed in float32, in
@@ -203,7 +205,7 @@ class _Norm(Protocol):
 
 
 class _NormSum(Protocol):
-    """The same norm of a sum; the sum is returned too."""
+    """RMS norm of a sum of two arrays; returns the sum too."""
 
     def __call__(
         self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
@@ -221,8 +223,8 @@ class _Project(Protocol):
 
 
 class _PoolShape(Protocol):
-    """The layout of one device's KV pool, for kernel sets that need another than [N, page, 2K,
-    D].
+    """The shape of one device's KV pool, for kernel sets that need a shape other than [N, page,
+    2K, D].
     """
 
     def __call__(
@@ -234,14 +236,14 @@ class _PoolShape(Protocol):
         dtype: DTypeLike,
         value_dim: int = 0,
     ) -> tuple[int, ...]:
-        """The pool's shape, [N, page, rows, width]: N, page size, K and D of one device, the
-        pool's dtype, and numbers of a key that are its value.
+        """The pool's shape, [N, page, rows, width]. n_pages: N; n_kv_heads and head_dim: K and D on
+        one device; dtype: of the pool; value_dim: see `AttentionOptions`.
         """
         ...
 
 
 def _bound(product: Callable[..., jax.Array], count: jax.Array) -> Any:
-    """A product with the number of its rows bound to it."""
+    """The product with its `count` argument bound to the number of rows."""
     return partial(product, count=count)
 
 
@@ -249,7 +251,7 @@ def _bound(product: Callable[..., jax.Array], count: jax.Array) -> Any:
 class Int8Products:
     """Products of int8 weights with rows rounded to int8."""
 
-    #: For both products: int8 [I, O] -> laid out, or as it is.
+    #: For both products: int8 [I, O] -> the matrix in the kernels' layout, or unchanged.
     pack: Pack
     matmul: _Product[Int8]
     gated: _GatedProduct[Int8]
@@ -259,7 +261,7 @@ class Int8Products:
 class Fp8Products:
     """Products of fp8 weights with rows rounded to fp8."""
 
-    #: float8_e4m3fn [I, O] -> [1, O, I]; or as it is, in sets that models are not laid out for.
+    #: float8_e4m3fn [I, O] -> [1, O, I]; unchanged in sets that need no other layout.
     pack: Pack
     matmul: _Product[Fp8]
 
@@ -268,35 +270,35 @@ class Fp8Products:
 class Mxfp4Products:
     """Products of single matrices in MXFP4."""
 
-    #: Lays a matrix out once, when a model is loaded, or leaves it as it is; takes `parts` as
-    #: `Pack` does.
+    #: Packs a matrix once, when a model is loaded, or leaves it unchanged; takes `parts` as `Pack`
+    #: does.
     pack: Callable[..., Mxfp4]
     matmul: _Product[Mxfp4]
 
 
 class ExpertProducts(Protocol):
-    """The experts of a mixture on the rows that chose them, all blocks at once; axes
-    and arguments as in `jitney.kernels.experts`.
+    """Applies the experts of a mixture to the rows routed to them, all blocks at once; axes and
+    arguments as in `jitney.kernels.experts`.
     """
 
     def __call__(
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str, /
     ) -> jax.Array:
         """x [T, E], opening [X, E, 2F] (gates, then ups), closing [X, F, E] -> float32 [N * B, E]:
-        gates and ups opened by the activation, a name of `jitney.kernels.experts.ACTIVATIONS`, in
-        x's dtype, times the closing matrix, at each place of the blocks.
+        the expert's output for each row of each block. The activation, a name of
+        `jitney.kernels.experts.ACTIVATIONS`, combines gates and ups in x's dtype.
 
-        Sums are float32; weights in 8 bits are widened to x's dtype on the way, and their scales
-        come after the sum, biases after these; MXFP4 is widened with its scales. Values at
-        places of padding rows, and in blocks from the count on, are undefined (maybe NaN) and must
-        not be read.
+        Sums are float32. 8-bit weights are widened to x's dtype during the product; their scales
+        are applied after the sum, then the biases. MXFP4 weights are widened with their scales.
+        Outputs of padding rows, and of blocks from `blocks.count` on, are undefined (maybe NaN) and
+        must not be read.
         """
         ...
 
 
 class DeltaNet(Protocol):
-    """A gated delta net between the opening and closing products of its layer; axes as in
-    `jitney.kernels.delta_net`; pure; the state is aliased to the returned one when donated.
+    """A gated delta net without the layer's opening and closing products; axes as in
+    `jitney.kernels.delta_net`. Pure; a donated state is updated in place.
     """
 
     def __call__(
@@ -309,17 +311,17 @@ class DeltaNet(Protocol):
         *,
         eps: float,
     ) -> tuple[jax.Array, DeltaState]:
-        """x [T, C + H V] (inputs of the convolution, then gates), rates float32 [T, 2 H] (how much
-        is written, then how fast the memory decays) -> (o [T, H V] in x's dtype, state).
+        """x [T, C + H V] (inputs of the convolution, then gates), rates float32 [T, 2 H] (write
+        strengths, then decay rates) -> (o [T, H V] in x's dtype, new state).
 
-        eps: of the norm of what each head reads, which the gates open. What stands in rows of
-        padding is undefined.
+        eps: of the RMS norm of each head's output, which the gates multiply. Padding rows of o are
+        undefined.
         """
         ...
 
 
 class Mamba(Protocol):
-    """A layer of Mamba-2 between its opening product and its gates, like `DeltaNet`; see
+    """A Mamba-2 layer without its opening product and its gates, like `DeltaNet`; see
     `jitney.kernels.mamba.mamba`.
     """
 
@@ -332,15 +334,15 @@ class Mamba(Protocol):
         *,
         limits: tuple[float, float],
     ) -> tuple[jax.Array, DeltaState]:
-        """x [T, C + H] (inputs of the convolution, then steps, which are clamped to the limits) ->
-        (what each head reads, float32 [T, H, V]; state).
+        """x [T, C + H] (inputs of the convolution, then time steps, which are clamped to `limits`)
+        -> (output of each head, float32 [T, H, V]; new state).
         """
         ...
 
 
 class Kernels(Protocol):
-    """The kernels that a model's step takes; a static argument of the jitted step, so
-    hashable.
+    """The kernels that a model's step uses; hashable, since they are a static argument of the
+    jitted step.
     """
 
     @property
@@ -405,7 +407,7 @@ class Kernels(Protocol):
 class OneOf:
     """One matrix of a stack, multiplied in place without a copy."""
 
-    matrices: jax.Array  # [X, ...], each as the kernel set laid it out
+    matrices: jax.Array  # [X, ...], each packed by the kernel set
     number: jax.Array  # int32, index in the stack
 
     @property
@@ -432,26 +434,26 @@ class KernelError(ValueError):
 
 @dataclass(frozen=True)
 class KernelSet:
-    """A named implementation of every kernel the step calls.
+    """A named implementation of every kernel that the step calls.
 
-    `paged_attention` writes and attends; where a set has `rotate_and_write`, a model leaves norm
-    and rotation to it, then calls `attend`.
+    `paged_attention` writes keys and values, then attends. If the set has `rotate_and_write`,
+    models call it for norm, rotation and writing, then call `attend`.
     """
 
     name: str  # value of --kernels
     paged_attention: _PagedAttention
-    #: None: the model norms and rotates, which XLA fuses well enough.
+    #: None: the model applies norm and rotation itself, which XLA fuses well enough.
     rotate_and_write: RotateAndWrite | None
     attend: _Attend
     matmul_int4: _Product[Int4]
-    #: None: the sampler's own search does better on this platform.
+    #: None: the sampler's own search is faster on this platform.
     threshold: Threshold | None
     #: The norm of rows; the norm of a sum, returned with the sum.
     rms_norm: _Norm
     norm_sum: _NormSum
     #: None: weights stay [I, O].
     pack: Pack | None
-    #: Products: plain; gated; with the output head.
+    #: Products with a weight matrix; with gates; with the output head.
     matmul: _Product[jax.Array]
     gated: _GatedProduct[jax.Array]
     project: _Project
@@ -462,37 +464,38 @@ class KernelSet:
     mamba: Mamba
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
-    #: The columns of a table of embeddings are padded to a multiple of this. A TPU turns a table of
-    #: no whole vectors as it is stored, and would turn it back in every step to read its rows.
+    #: The columns of an embedding table are padded to a multiple of this. A TPU stores a table
+    #: transposed if its rows are not whole vectors, and would transpose it back in every step to
+    #: read its rows.
     table_columns: int = 1
-    #: The rows of the scales of experts in MXFP4, once set apart, are padded to a multiple of this,
-    #: for the same reason: a TPU would turn the scales of all experts in every step.
+    #: The rows of MXFP4 experts' scales, once stored separately, are padded to a multiple of this,
+    #: for the same reason: a TPU would transpose the scales of all experts in every step.
     scale_rows: int = 1
-    #: None: products with int4 weights are gated behind `matmul_int4`.
+    #: None: the gate is applied after `matmul_int4`.
     gated_int4: _GatedProduct[Int4] | None = None
-    #: None: weights in int8 are widened to the rows' dtype, by `matmul`.
+    #: None: `matmul` widens int8 weights to the rows' dtype.
     int8: Int8Products | None = None
-    #: None: weights in fp8 are widened to the rows' dtype, by `matmul`.
+    #: None: `matmul` widens fp8 weights to the rows' dtype.
     fp8: Fp8Products | None = None
-    #: None: a matrix in MXFP4 that is multiplied by itself is widened first.
+    #: None: an MXFP4 matrix that is multiplied outside `experts` is widened first.
     mxfp4: Mxfp4Products | None = None
-    #: None: the experts of a mixture are multiplied block after block, by the other products. Else
-    #: they stay [X, I, O], but for those in int4, which are still multiplied so.
+    #: None: the other products multiply a mixture's experts, one block after another. Otherwise the
+    #: experts stay [X, I, O], except int4 experts, which are still multiplied block by block.
     experts: ExpertProducts | None = None
-    #: True if gates of an MLP are written to memory, since no kernel applies them in the product:
-    #: they are in the activations' dtype, half the bytes of float32.
+    #: True if the gates of an MLP are written to memory in the activations' dtype (half the bytes
+    #: of float32), since no kernel applies them inside the product.
     narrow_gates: bool = False
     #: True if products of many rows that are summed over devices are computed in two halves of
     #: their outputs, so that the first half is communicated while the second is computed.
     sums_in_halves: bool = False
     #: True if a model adds up its layers' results in float32, whatever the activations' dtype.
-    #: Rounded to bfloat16 behind each of 60 additions, log-probabilities of the default model are
-    #: 0.092 from float32's (root mean square of the 20 likeliest), so 0.050.
+    #: Log-probabilities of the default model (root mean square of the 20 likeliest) are 0.050 from
+    #: those in float32; rounded to bfloat16 after each of 60 additions they are 0.092 from them.
     float32_residual: bool = False
-    #: True where `matmul`, `gated` and those of int8 and MXFP4 take a `OneOf` for weights.
+    #: True if `matmul`, `gated` and the int8 and MXFP4 products accept a `OneOf` as weights.
     takes_one_of: bool = False
-    #: True where they also take `count`, int32: rows from there on are padding, and become 0 or
-    #: what the others become. False where all rows of a shape are computed anyway.
+    #: True if these products also accept `count`, int32: rows from `count` on are padding, whose
+    #: results are 0 or those of ordinary rows. False if all rows of a shape are always computed.
     leaves_out_padding: bool = False
     #: Seconds that this process has spent in the kernels of each part of a step, by part; None: not
     #: measured.
@@ -509,8 +512,8 @@ class KernelSet:
         return f"{self.name} ({self.instructions})" if self.instructions else self.name
 
     def of_rows(self, count: jax.Array) -> KernelSet:
-        """The set for rows of which those from `count` on pad the step: where it leaves out their
-        products. Inside a traced function only; no argument of another one.
+        """The set for a step whose rows from `count` on are padding; it leaves out their products
+        if it can. Use it only inside the traced function, not as an argument of another one.
         """
         if not self.leaves_out_padding:
             return self

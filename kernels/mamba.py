@@ -1,13 +1,13 @@
-"""Layers of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) over the rows of a step: what they compute
-in plain jax.numpy between the products that open and close them.
+"""Layers of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) over the rows of a step, in plain
+jax.numpy, without the layer's opening and closing products.
 
-A layer keeps of each seat what a gated delta net keeps (`jitney.kernels.delta_net.DeltaState`). A
-row decays the memory of each head, adds its value at its key, both times the row's step, and reads
-at its query; nothing is taken away first.
+A layer keeps the same state of each seat as a gated delta net (`DeltaState` of
+`jitney.kernels.delta_net`). A row decays the memory of each head and adds its value at its key,
+both scaled by the row's time step, and reads at its query; it does not subtract the old value.
 
-Axes as there: G groups, H heads (H / G neighbours share a group's keys and queries), V numbers of a
-head, D of the state of each of them, C channels of the convolution (values of all heads, then keys
-and queries of all groups: H V + 2 G D).
+Axes as in `jitney.kernels.delta_net`: G groups, H heads (H / G neighbours share a group's keys and
+queries), V numbers of a head, D of the state of each of them, C channels of the convolution (values
+of all heads, then keys and queries of all groups: H V + 2 G D).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class MambaWeights(NamedTuple):
     """Weights that mix a layer's rows; a pytree of arrays."""
 
-    #: [W, C]: of the convolution, the oldest tap first.
+    #: [W, C]: weights of the convolution, the oldest tap first.
     taps: jax.Array
-    #: [C], added to it; or None.
+    #: [C]: bias of the convolution, or None.
     taps_bias: jax.Array | None
-    #: float32 [H]: the log of how fast the memory decays in a step of length 1, and what is added
-    #: to the rows' own steps.
+    #: float32 [H]: the log of the memory's decay rate in a time step of length 1; the bias added to
+    #: the rows' time steps.
     log_decay: jax.Array
     rate_bias: jax.Array
-    #: float32 [H]: how much of its own value a row reads beside the memory.
+    #: float32 [H]: the share of its own value that a row reads in addition to the memory.
     skip: jax.Array
 
 
@@ -47,11 +47,11 @@ def mamba(
     limits: tuple[float, float],
     recur: Recur,
 ) -> tuple[jax.Array, DeltaState]:
-    """x [T, C + H] (inputs of the convolution, then steps) -> (what each head reads, float32
-    [T, H, V]; state).
+    """x [T, C + H] (inputs of the convolution, then time steps) -> (output of each head, float32
+    [T, H, V]; new state).
 
-    limits: steps are clamped to these. recur: what passes the rows through the memory. What stands
-    in rows of padding is undefined.
+    limits: least and greatest time step. recur: the function that updates and reads the memory.
+    Padding rows of the output are undefined.
     """
     n_heads, dim, width = state.memory.shape[1:]
     channels = state.taps.shape[2]
@@ -65,10 +65,10 @@ def mamba(
     values = mixed[:, :first_key].reshape(n_rows, n_heads, width)
     keys, queries = jnp.split(mixed[:, first_key:].reshape(n_rows, -1, dim), 2, axis=1)
     steps = jax.nn.softplus(x[:, channels:].astype(jnp.float32) + weights.rate_bias)
-    # A row that is in the memory already changes nothing, and reads what it read.
+    # A row that is in the memory already does not change it, and reads the same values again.
     again = sequences.again[sequences.owners(n_rows)][:, None] > 0
-    # Whatever XLA fuses with what, a number is rounded where it stands here: else a row's could
-    # differ from bucket to bucket.
+    # `keep_apart` fixes where numbers are rounded, whatever XLA fuses; otherwise a row's result
+    # could differ from bucket to bucket.
     steps = keep_apart(jnp.where(again, 0.0, jnp.clip(steps, *limits)))
     rows = DeltaRows(
         queries=queries,

@@ -1,10 +1,10 @@
-"""Proof at the start: compares the kernels of a set with their definitions on the serving machine.
+"""Proof at startup: compares the kernels of a set with their definitions on the serving machine.
 
 A kernel that is right on one machine may be wrong on another: a compiler once dropped a store for
-another CPU (docs/decisions). So before it is ready, each engine runs its kernels on random inputs
-in the served shapes and compares the results with definitions in numpy, which are not compiled. A
-wrong kernel is replaced by that of the next set, at last by the reference; if the user named the
-kernel set, it is an error at the start (`engine.core.executor.proving`).
+another CPU (docs/decisions). So before an engine is ready, it runs its kernels on random inputs in
+the served shapes and compares the results with definitions in numpy, which are not compiled. A
+wrong kernel is replaced by the next set's, finally by the reference; if the user named the kernel
+set, startup fails with an error (`engine.core.executor.proving`).
 
 The error of a result is its largest distance from the definition, in units of the root mean square
 of its row: a wrong head, page or column gives 0.5 and more, rounding to bfloat16 about 0.03.
@@ -30,13 +30,13 @@ from jitney.kernels.select import reference
 
 _log = logging.getLogger(__name__)
 
-#: Largest error that rounding explains, by dtype of the activations, and with a pool of 8 bits.
+#: Largest error that rounding explains, by dtype of the activations; the same with an 8-bit pool.
 _LIMITS = {"bfloat16": 0.125, "float16": 0.125, "float32": 0.01}
 _NARROW_POOL_LIMIT = 0.5
 #: Limit of gated products and recurrent layers: the gates, their inputs and the result may each be
 #: rounded to 16 bits, which makes an error of 0.11 for random numbers.
 _GATED_LIMIT = 0.25
-#: Largest share of a row's probability by which two ways to cut it may differ.
+#: Limit of the difference between the probabilities that two top-k and top-p cuts keep of a row.
 _MASS_LIMIT = 1e-3
 
 #: Proved kernel -> fields of the kernel set that are replaced if it is wrong.
@@ -70,19 +70,19 @@ class Proof:
     """The result of one kernel's proof."""
 
     kernel: str  # a key of _FIELDS
-    error: float  # the largest one seen; infinite where it could not run
-    limit: float  # the error it may have
-    reason: str = ""  # why it could not run
+    error: float  # the largest error; infinite if the kernel could not run
+    limit: float  # largest error that passes
+    reason: str = ""  # why the kernel could not run
 
     @classmethod
     def of_attention(cls, kernels: KernelSet, case: AttentionCase) -> Proof:
-        """Compare attention with its definition in one case, on this device; never raises."""
+        """Compare attention with its definition for one case on this device; never raises."""
         (proof,) = _compared("attention", case.shapes(), lambda: case_errors(kernels, case))
         return proof
 
     @classmethod
     def of_experts(cls, kernels: KernelSet, case: ExpertCase) -> Proof:
-        """Like `of_attention`, for products with experts of a set that multiplies all blocks at
+        """Like `of_attention`, for the products with experts of a set that multiplies all blocks at
         once.
         """
         assert kernels.experts is not None
@@ -103,7 +103,7 @@ class Proof:
 
 @cache
 def prove(kernels: KernelSet, shapes: ServedShapes) -> tuple[Proof, ...]:
-    """Compare each kernel that is not the reference's own with its definition, on this device.
+    """Compare each kernel that is not the reference's with its definition, on this device.
 
     Never raises: a kernel that cannot be compiled or run counts as wrong.
     """
@@ -124,14 +124,14 @@ def _replaces_reference(kernels: KernelSet, kernel: str) -> bool:
 
 
 def _proved(kernel: str, kernels: KernelSet, shapes: ServedShapes) -> list[Proof]:
-    """The proof of one kernel; none if this engine never calls it."""
+    """The proof of one kernel; an empty list if this engine never calls the kernel."""
     return _compared(kernel, shapes, lambda: _CHECKS[kernel](kernels, shapes))
 
 
 def _compared(
     kernel: str, shapes: ServedShapes, compare: Callable[[], Iterator[float]]
 ) -> list[Proof]:
-    """The proof from the errors; none if there are none."""
+    """The proof from the errors that `compare` yields; an empty list if it yields none."""
     return _judged(kernel, _limit_for(kernel, shapes), compare)
 
 

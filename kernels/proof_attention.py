@@ -1,5 +1,6 @@
-"""Proof of attention, and of the kernel that norms, rotates and writes before it: random steps,
-compared with the definitions."""
+"""Proof of attention, and of the kernel that norms, rotates and writes before it: compares random
+steps with the definitions.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof_shapes import ServedShapes, distance
 from jitney.kernels.scales import limit_of
 
-#: Most sequences of a step with long contexts; the others have one or two pages.
+#: Most sequences with long contexts in a step; the others have one or two pages.
 _LONG = 8
 #: Most prompt rows in a step: more would only repeat the same tiles.
 _PROMPT_ROWS = 256
-#: Prompt rows after the longest context.
+#: New prompt rows of the longest context.
 _LATE_ROWS = 5
-#: Tokens, and least pages, that long contexts share: random numbers for completely different ones
-#: would take too long for a start.
+#: Tokens, and least pages, that long contexts share: random numbers for completely different
+#: contexts would make startup too slow.
 _SHARED, _SHARED_PAGES = 1024, 32
-#: Random numbers of a quantised pool: the pool's range is this multiple of their spread.
+#: Range of a quantised pool divided by the standard deviation of its random numbers.
 _SPREADS = 8
 
 
@@ -40,24 +41,24 @@ class _StepArrays(NamedTuple):
     v: Any  # [T, K, D], or None where keys serve as values
     kv: Any  # the pool before the step, [N, page, 2K, D], or [N, page, K, D]
     meta: AttentionMeta
-    factors: dict[str, Any]  # kv_scales float32 [2K] of a pool of 8 bits, else empty
+    factors: dict[str, Any]  # kv_scales float32 [2K] of an 8-bit pool, else empty
     sinks: Any  # float32 [H], or None
 
 
 class _RandomPool(NamedTuple):
     kv: np.ndarray  # [N, page, 2K, D]
-    factors: dict[str, np.ndarray]  # kv_scales float32 [2K], none of a pool of floats
-    limit: float  # the greatest number it holds, 0 of a pool of floats
+    factors: dict[str, np.ndarray]  # kv_scales float32 [2K]; empty for a pool of floats
+    limit: float  # greatest number of the pool's dtype; 0 for a pool of floats
 
 
 @dataclass(frozen=True)
 class _AttentionStep:
-    """The attention's part of one step, in numpy."""
+    """The inputs of attention in one step, in numpy."""
 
     arrays: _StepArrays
-    rows: int  # the first of the T rows, which are not padding
-    limit: float  # greatest number of a pool of 8 bits, else 0
-    key_heads: tuple[int, ...]  # those that are compared, and their query heads
+    rows: int  # number of rows before the padding
+    limit: float  # greatest number of an 8-bit pool, else 0
+    key_heads: tuple[int, ...]  # key heads that are compared, with their query heads
 
 
 @dataclass
@@ -72,7 +73,7 @@ class MetaBuilder:
     free: np.ndarray  # free pages, in random order
     page_size: int
     count: int = 0  # sequences so far
-    rows: int = 0  # and their rows
+    rows: int = 0  # rows so far
 
     @classmethod
     def empty(
@@ -82,7 +83,9 @@ class MetaBuilder:
         page_size: int,
         rng: np.random.Generator,
     ) -> MetaBuilder:
-        """shape: S, T and P; page 0 is trash, the others are given out in random order."""
+        """A builder without sequences. shape: S, T and P. Page 0 is trash; the other pages are
+        assigned in random order.
+        """
         seqs, rows, pages = shape
         return cls(
             kv_lens=np.zeros(seqs, np.int32),
@@ -95,7 +98,7 @@ class MetaBuilder:
         )
 
     def add(self, length: int, rows: int) -> None:
-        """A sequence of `length` tokens, the last `rows` of them new."""
+        """Add a sequence of `length` tokens, the last `rows` of them new."""
         page = self.page_size
         used = -(-length // page)
         pages, self.free = self.free[:used], self.free[used:]
@@ -110,7 +113,7 @@ class MetaBuilder:
         self.cu_q[self.count :] = self.rows
 
     def meta(self, n_decode: int) -> AttentionMeta:
-        """Indices of the sequences so far, of which the first `n_decode` decode."""
+        """The metadata of the sequences so far, of which the first `n_decode` decode."""
         return AttentionMeta(
             kv_lens=jnp.asarray(self.kv_lens),
             cu_q=jnp.asarray(self.cu_q),
@@ -122,11 +125,11 @@ class MetaBuilder:
 
 
 def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Decode steps of the least and the most seats, and the smallest steps with prompts, of few
-    seats and of all; for each kind of heads and each window. Of each of these kinds some with the
-    longest contexts.
+    """Errors of decode steps with the fewest and the most seats, and of the smallest steps with
+    prompts, with few seats and with all; for each kind of heads and each window. Some steps of
+    each kind have the longest contexts.
 
-    For a set with `rotate_and_write`, that and `attend` are compared, as models call them.
+    For a set with `rotate_and_write`, it compares that and `attend`, as models call them.
     """
     for own in shapes.by_heads:
         yield from _errors_of_heads(kernels, own)
@@ -176,7 +179,7 @@ def _errors_of(
 
 
 def _writes(kernels: KernelSet, shapes: ServedShapes) -> bool:
-    """Whether models leave writing to attention."""
+    """Whether attention writes keys and values for the models."""
     return kernels.rotate_and_write is None or shapes.attention.value_dim > 0
 
 
@@ -189,7 +192,7 @@ def _query_heads(shapes: ServedShapes, step: _AttentionStep) -> list[int]:
 def _attend(
     kernels: KernelSet, shapes: ServedShapes, arrays: _StepArrays, window: int
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """(outputs of the kernels that models call, pool); no pool where none of them writes."""
+    """(outputs of the kernels that models call, pool); the pool is None if no kernel writes it."""
     q, k, v, kv, meta, factors, sinks = arrays
     scale = shapes.attention.head_dim**-0.5
     options: dict[str, Any] = {"scale": scale, "window": window, **factors}
@@ -210,7 +213,7 @@ def _attend(
 def _definition(
     shapes: ServedShapes, step: _AttentionStep, pool: np.ndarray, window: int
 ) -> np.ndarray:
-    """The step's rows by definition over this pool: [T, ., D], compared heads."""
+    """The step's output by definition over this pool, for the compared heads: [T, ., D]."""
     meta = step.arrays.meta
     if len(step.key_heads) < shapes.attention.n_kv_heads:
         rows = [row for head in step.key_heads for row in (2 * head, 2 * head + 1)]
@@ -258,7 +261,7 @@ def _rotation_errors(
 
 
 def _written(step: _AttentionStep, k: np.ndarray, v: np.ndarray | None) -> np.ndarray:
-    """The step's pool with k and v [T, K, D] in it, or k alone."""
+    """The step's pool after writing k and v [T, K, D], or k alone."""
     arrays = step.arrays
     kv = arrays.kv.copy()
     rows = kv.reshape(-1, *kv.shape[2:])
@@ -273,15 +276,15 @@ def _written(step: _AttentionStep, k: np.ndarray, v: np.ndarray | None) -> np.nd
 
 
 def _in_floats(kv: np.ndarray, step: _AttentionStep) -> np.ndarray:
-    """The numbers that a pool [N, page, 2K, D] stands for, float32."""
+    """The numbers that a pool [N, page, 2K, D] represents, float32."""
     wide = kv.astype(np.float32)
     if step.arrays.factors:
-        wide *= step.arrays.factors["kv_scales"][: kv.shape[2], None]  # all are alike
+        wide *= step.arrays.factors["kv_scales"][: kv.shape[2], None]  # all are equal
     return wide
 
 
 def _context_lengths(shapes: ServedShapes, count: int) -> list[int]:
-    """`count` lengths: one of 40 pages, some around the edges of pages, the others short."""
+    """`count` context lengths: one of 40 pages, some near page boundaries, the others short."""
     page = shapes.attention.page_size
     long = [40 * page + 7, 6 * page + 1, 5 * page + 3, 2 * page, page + 1, page, page - 1, 1]
     short = [1 + 7 * i % (2 * page) for i in range(count)]
@@ -290,14 +293,15 @@ def _context_lengths(shapes: ServedShapes, count: int) -> list[int]:
 
 
 def _decode_step(shapes: ServedShapes, seats: int) -> _AttentionStep:
-    """A step of one row a seat; the last seat is empty where there is more than one."""
+    """A step with one row per seat; the last seat is empty if there are several."""
     lengths = _context_lengths(shapes, max(1, seats - 1))
     return _make_step(shapes, lengths, [], rows=seats, seqs=seats)
 
 
 def _mixed_step(shapes: ServedShapes, rows: int, seqs: int) -> _AttentionStep:
-    """A step with prompts: some rows decode, one prompt begins, others go on in the middle of a
-    page and of a context."""
+    """A step with prompts: some rows decode, one prompt begins, others continue in the middle of a
+    page and of a context.
+    """
     decoding = _context_lengths(shapes, max(0, min(_LONG, seqs - 3, rows // 2)))
     starts = [0, shapes.attention.page_size - 1, 3 * shapes.attention.page_size + 5]
     starts = starts[: max(1, seqs - len(decoding))]
@@ -312,8 +316,9 @@ def _mixed_step(shapes: ServedShapes, rows: int, seqs: int) -> _AttentionStep:
 
 
 def _long_steps(shapes: ServedShapes) -> list[_AttentionStep]:
-    """Steps with longer contexts than the others: the longest that is served, alone and with prompt
-    rows, and its halves, since a kernel may split contexts differently at each power of two.
+    """Steps with longer contexts than the others: the longest served context, alone and with prompt
+    rows, and repeated halves of it, since a kernel may split contexts differently at each power of
+    two.
     """
     lengths = _long_lengths(shapes)
     if not lengths:
@@ -335,7 +340,7 @@ def _long_steps(shapes: ServedShapes) -> list[_AttentionStep]:
 
 
 def _long_pages(shapes: ServedShapes) -> int:
-    """Pages of a pool for long steps: trash, shared ones, and two of each context's own."""
+    """Pages of a pool for long steps: the trash page, shared pages, and two pages per context."""
     return 1 + _shared_pages(shapes) + 2 * _LONG
 
 
@@ -348,7 +353,7 @@ def _long_lengths(shapes: ServedShapes) -> list[int]:
     length = shapes.attention.context
     while length > _context_lengths(shapes, 1)[0]:
         lengths.append(length)
-        length = -(-length // 2)  # rounded up, it lies between the next lower powers of two
+        length = -(-length // 2)  # rounded up, to lie between the next lower powers of two
     return lengths
 
 
@@ -359,8 +364,8 @@ def _long_step(
     sizes: tuple[int, int],
     new: int = 1,
 ) -> _AttentionStep:
-    """A step of sizes (S, T) and `new` rows for each of these contexts, which share most of their
-    pages, as in a cache of prefixes: a context's first pages are one page, its next ones another.
+    """A step of sizes (S, T) with `new` rows for each of these contexts. Contexts share most of
+    their pages, as in a prefix cache; several entries of a context's table name the same page.
     """
     seqs, rows = sizes
     shared = _shared_pages(shapes)
@@ -386,9 +391,8 @@ def _make_step(
     rows: int,
     seqs: int,
 ) -> _AttentionStep:
-    """Random numbers for rows that decode at these contexts, and prompts of (context, new rows).
-
-    Their pages are scattered over the pool; T rows and S sequences, so the rest is padding.
+    """A random step of rows that decode at these context lengths, and of prompts (context length,
+    new rows). Pages are scattered over the pool; rows up to T and sequences up to S are padding.
     """
     pieces = [(length, 1) for length in decoding] + prompts
     page = shapes.attention.page_size
@@ -410,7 +414,7 @@ def _random_step(
     n_decode: int,
     key_heads: tuple[int, ...],
 ) -> _AttentionStep:
-    """Random numbers for the sequences, of which the first n_decode decode."""
+    """A step with random numbers for the sequences, of which the first n_decode decode."""
     rows = len(sequences.positions)
     dtype = jnp.dtype(shapes.dtype)
     heads = shapes.attention
@@ -425,8 +429,8 @@ def _random_step(
 
 
 def _random_sinks(rng: np.random.Generator, shapes: ServedShapes) -> np.ndarray | None:
-    """Sinks: every second head's above all its keys together, the others' below one of them;
-    each of its own.
+    """Random sinks, different for each head: those of every second head outweigh all keys together,
+    the others weigh less than one key.
     """
     if not shapes.attention.sinks:
         return None
@@ -443,7 +447,7 @@ def _random_pool(rng: np.random.Generator, shapes: ServedShapes, n_pages: int) -
     limit = limit_of(shapes.attention.kv_dtype)
     if limit:
         factors["kv_scales"] = np.full(n_rows, _SPREADS / limit, np.float32)
-    for page in range(n_pages):  # a float32 of each number in the pool would take long to get
+    for page in range(n_pages):  # drawing all pages at once in float32 would be slow
         numbers = rng.standard_normal(page_shape, np.float32)
         if limit:
             numbers = np.clip(numbers * limit / _SPREADS, -limit, limit)

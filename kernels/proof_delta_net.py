@@ -1,4 +1,4 @@
-"""Proof of recurrent layers: steps of made-up sequences, compared with their definition."""
+"""Proof of recurrent layers: compares steps of random sequences with the definitions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.proof_shapes import DeltaShape, ServedShapes, distance
 
-#: Sequences of a step, and rows of the longest one in a step with prompts: more take the same way.
+#: Sequences of a step, and rows of the longest one in a step with prompts: more rows would use the
+#: same code paths.
 _SEQUENCES, _PROMPT_ROWS = 3, 40
 _EPS = 1e-6
-#: Of the steps of Mamba-2: some are clamped.
+#: Least and greatest time step of Mamba-2, chosen so that some steps are clamped.
 _LIMITS = (0.1, 2.0)
 
 
 def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Steps in which sequences begin and go on, of the smallest and the largest mixed bucket, then
-    one in which they decode, of the largest; in slots that hold others' numbers. None without
-    recurrent layers.
+    """Errors of steps in which sequences begin and continue, in the smallest and the largest mixed
+    bucket, then of a decode step in the largest bucket; the slots hold other numbers before. Yields
+    nothing without recurrent layers.
     """
     own = shapes.delta_net
     if own is None:
@@ -35,7 +36,7 @@ def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
     rows, seqs = shapes.steps.prompts[0]
     decode = shapes.steps.decode[-1]
     count = min(_SEQUENCES, seqs, rows, decode)
-    # A kernel may take longer steps in another way (`triton_gpu.delta_net.pass_rows`).
+    # A kernel may compute longer steps differently (`triton_gpu.delta_net.pass_rows`).
     largest = shapes.steps.mixed[-1], shapes.steps.prompts[-1][1]
     steps = [
         (n_rows, n_seqs, [min(_PROMPT_ROWS, n_rows - count + 1), *[1] * (count - 1)])
@@ -59,8 +60,8 @@ def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
         first = 0
         for number, own_count in enumerate(counts):
             start = starts[number]
-            wanted = defined[number][start : start + own_count]
-            yield distance(got[first : first + own_count], wanted)
+            expected = defined[number][start : start + own_count]
+            yield distance(got[first : first + own_count], expected)
             first += own_count
             starts[number] += own_count
 
@@ -68,7 +69,7 @@ def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
 def _layer_of(
     kernels: KernelSet, own: DeltaShape, rng: np.random.Generator, dtype: str
 ) -> tuple[Any, Callable[..., Any], Callable[..., np.ndarray]]:
-    """(weights, the layer as the set computes it, and by its definition)."""
+    """(weights, the layer's function in the set, its definition)."""
     weights = _random_weights(rng, own, dtype)
     if own.corrects:
 
@@ -96,7 +97,7 @@ def _layer_of(
 
 
 def _random_weights(rng: np.random.Generator, own: DeltaShape, dtype: str) -> DeltaWeights:
-    """Memories of a few tokens, or of some hundred."""
+    """Random weights: some heads remember a few tokens, others some hundred."""
     return DeltaWeights(
         jnp.asarray(0.7 * rng.standard_normal((own.taps, own.channels)), dtype),
         jnp.asarray(rng.standard_normal(own.heads) - 2, jnp.float32),
@@ -108,7 +109,8 @@ def _random_weights(rng: np.random.Generator, own: DeltaShape, dtype: str) -> De
 def _random_text(
     rng: np.random.Generator, own: DeltaShape, length: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """x [L, C + H V], or of Mamba-2 [L, C + H], and rates [L, 2 H]."""
+    """Random inputs of one sequence: x [L, C + H V], or [L, C + H] for Mamba-2, and rates [L, 2 H].
+    """
     x = rng.standard_normal((length, own.columns), np.float32).astype(jnp.dtype(dtype))
     return x, rng.standard_normal((length, 2 * own.heads), np.float32)
 
@@ -116,7 +118,7 @@ def _random_text(
 def _put_together(
     texts: list[np.ndarray], starts: list[int], counts: list[int], rows: int
 ) -> np.ndarray:
-    """The step's rows of these texts, and zeros behind them."""
+    """The step's rows of these texts, followed by zeros."""
     parts = [
         text[start : start + count]
         for text, start, count in zip(texts, starts, counts, strict=True)
@@ -126,7 +128,7 @@ def _put_together(
 
 
 def _meta_of(starts: list[int], counts: list[int], rows: int, seqs: int) -> AttentionMeta:
-    """Indices of sequences in the slots of their numbers."""
+    """The metadata of a step in which sequence s uses slot s."""
     absent = seqs - len(counts)
     ends = np.concatenate([[0], np.cumsum(counts)])
     at = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]

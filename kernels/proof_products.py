@@ -23,7 +23,7 @@ from jitney.kernels.mxfp4 import Mxfp4
 from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes, distance
 from jitney.kernels.w8a8 import Fp8, Int8
 
-#: Most columns of a matrix and rows of a table, but for a remainder (`_narrowed`): sixty vectors of
+#: Most columns of a matrix and rows of a table, plus a remainder (`_narrowed`): sixty vectors of
 #: 16, since tiles are chosen by divisors of up to six.
 _COLUMNS = 960
 #: Number of different rows; the others repeat them, so that the definition computes fewer. A prime,
@@ -33,7 +33,7 @@ _DIFFERENT_ROWS = 61
 _EXPERTS = 4
 #: Random numbers per piece: float32 that fit a core's cache.
 _PIECE = 1 << 16
-#: (top-k, top-p) at which the cut is compared; a k beyond the vocabulary is all of it.
+#: (top-k, top-p) at which the cut is compared; a k beyond the vocabulary keeps all of it.
 _CUTS = ((1, 1.0), (50, 1.0), (0, 0.9), (0, 0.1), (40, 0.8), (1 << 30, 0.5), (2000, 0.999))
 
 
@@ -42,9 +42,9 @@ type _Counts = dict[int, Any]
 
 
 def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Rows of the hidden size at every row count, as the model adds them up, alone and added to the
-    same in another order; the same as products leave them, heads where they are normed, and rows
-    of other widths.
+    """Errors of norms: of rows of the hidden size at every row count, alone and added to the same
+    rows in another order, in the dtypes of the residual and of products; of heads if they are
+    normed, and of rows of other widths.
     """
     rng = np.random.default_rng(5)
     weight = _random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
@@ -76,8 +76,8 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     normed, of_others, sums = jax.jit(call_all)(rows, added, weight, others)
     expected = definitions.rms_norm(x, weight, shapes.norms.eps)
     yield from _distances(normed, expected)
-    for got, given in zip(of_others, others, strict=True):
-        yield distance(got, definitions.rms_norm(*given, shapes.norms.eps))
+    for got, operands in zip(of_others, others, strict=True):
+        yield distance(got, definitions.rms_norm(*operands, shapes.norms.eps))
     total = (x.astype(np.float32) + turned.astype(np.float32)).astype(x.dtype)
     expected = definitions.rms_norm(total, weight, shapes.norms.eps)
     totals, normed = zip(*sums, strict=True)
@@ -86,7 +86,7 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 
 def _product_errors(kernels: KernelSet, shapes: ServedShapes, *, name: str) -> Iterator[float]:
-    """Matrices whose product is proved under this name, at every row count."""
+    """Errors of the products that are proved under this name, at every row count."""
     matrices = [one for one in shapes.matrices if _name_of_product(kernels, one) == name]
     return _errors_of(kernels, matrices, shapes)
 
@@ -104,15 +104,15 @@ class _Product:
     """A kernel set's product with a matrix, and its definition."""
 
     matrix: Matrix
-    #: Lays the matrix out; None: it stays [I, O].
+    #: Packs the matrix; None: it stays [I, O].
     pack: Callable[..., Any] | None
-    #: x [T, I], the matrix as `pack` laid it out or a `OneOf` of such, scale [O].
+    #: Function of x [T, I], the packed matrix or a `OneOf` of packed matrices, and scale [O].
     multiply: Callable[[Any, Any, Any], jax.Array]
-    #: x [T, I], w [I, O] (`Mxfp4`: of this), scale [O].
+    #: Function of x [T, I], w [I, O] (or an `Mxfp4` of this shape), and scale [O].
     define: Callable[[np.ndarray, Any, np.ndarray], np.ndarray]
 
     def packed(self, w: Any) -> Any:
-        """w [I, O] as `multiply` takes it."""
+        """w [I, O] in the layout that `multiply` takes."""
         if self.pack is None:
             return w
         return self.pack(w, 2 if self.matrix.gated else 1)
@@ -131,7 +131,7 @@ def _product_of(kernels: KernelSet, matrix: Matrix) -> _Product:
 
 
 def _in_floats(kernels: KernelSet, matrix: Matrix) -> _Product:
-    """Floats, and codes that are widened, whose scales come behind the product."""
+    """The product with floats, or with codes that are widened and scaled after the product."""
     pack = kernels.pack if matrix.scheme == "plain" else None
     if matrix.scheme == "plain" and matrix.gated:
         return _Product(
@@ -189,10 +189,10 @@ def _in_mxfp4(kernels: KernelSet, matrix: Matrix) -> _Product:
 
 
 def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes) -> Iterator[float]:
-    """Errors of the products with all these matrices at every row count; where the set leaves out
-    rows that pad a step, also with a third of the rows being such.
+    """Errors of the products with all these matrices at every row count; if the set leaves out
+    padding rows, also with a third of the rows being padding.
 
-    One program: a program for each matrix takes as long to compile as this one of five of them.
+    All products are in one program, which compiles about as fast as a program for one matrix.
     """
     if not matrices:
         return
@@ -221,8 +221,8 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
 
 
 def _present_rows(kernels: KernelSet, sizes: Sequence[int]) -> _Counts:
-    """Rows that count, of each number of rows that is multiplied with padding: two thirds; none
-    where the set multiplies padding, too.
+    """Number of rows -> number of those that are not padding, two thirds; empty if the set
+    multiplies padding rows too.
     """
     if not kernels.leaves_out_padding:
         return {}
@@ -230,14 +230,14 @@ def _present_rows(kernels: KernelSet, sizes: Sequence[int]) -> _Counts:
 
 
 def _counting(product: _Product, kernels: KernelSet, count: Any) -> _Product:
-    """The same product of a step's first `count` rows; of all of them if there is no count."""
+    """The same product of only a step's first `count` rows; of all rows if count is None."""
     if count is None:
         return product
     return _product_of(kernels.of_rows(count), product.matrix)
 
 
 def _head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """The head, where it is the embedding: at every row count."""
+    """Errors of the output head at every row count, if it is the embedding table."""
     if not shapes.table:
         return
     rng = np.random.default_rng(11)
@@ -255,7 +255,9 @@ def _head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 
 def _int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Matrices in 4 bits, with zero points, at every row count; against the reference's product."""
+    """Errors of products with 4-bit matrices, with zero points, at every row count, compared with
+    the reference's product.
+    """
     rng = np.random.default_rng(13)
     for matrix in shapes.matrices:
         if matrix.scheme != "int4":
@@ -265,8 +267,8 @@ def _int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         x = _random_rows(rng, shapes, matrix.size_in)
         yield from _errors_of_int4(kernels.matmul_int4, matmul_int4, x, weights, shapes)
         if matrix.gated and kernels.gated_int4 is not None:
-            # All of its columns: how many there are decides how many a program has. Products of
-            # about 1, so that gates are bent.
+            # All columns: their number decides how many a program computes. Products are about 1,
+            # where gates are nonlinear.
             weights = _random_int4(rng, matrix)
             x = (x.astype(np.float32) / (4 * matrix.size_in**0.5)).astype(x.dtype)
             yield from _errors_of_int4(kernels.gated_int4, _gated_int4, x, weights, shapes)
@@ -285,7 +287,7 @@ def _errors_of_int4(
     weights: Int4,
     shapes: ServedShapes,
 ) -> Iterator[float]:
-    """Errors of a product of x [., I] at every row count."""
+    """Errors of a product with x [., I] at every row count."""
 
     def call_all(rows: list[jax.Array], weights: Int4) -> list[jax.Array]:
         return [multiply(x, weights) for x in rows]
@@ -296,8 +298,8 @@ def _errors_of_int4(
 
 
 def _expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """The products of mixtures, in blocks of every number of rows; of their experts four, and of an
-    expert's feed-forward at most some thousand columns.
+    """Errors of the products with experts, in blocks of every number of rows; with four experts,
+    and at most some thousand columns of an expert's feed-forward.
     """
     mixtures = [one for one in shapes.mixtures if "int4" not in one.schemes]
     if kernels.experts is not None:
@@ -309,7 +311,7 @@ def _expert_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 
 def _mxfp4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Experts' matrices in MXFP4, where they are multiplied one by one."""
+    """Errors of products with experts' MXFP4 matrices, if the set multiplies them one by one."""
     if kernels.experts is None and kernels.mxfp4 is not None:
         matrices = [one for mixture in shapes.mixtures for one in _matrices_of(mixture, shapes)]
         own = [one for one in matrices if one.scheme == "mxfp4"]
@@ -319,7 +321,7 @@ def _mxfp4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 def _at_once_errors(
     experts: ExpertProducts, shapes: ServedShapes, mixtures: list[MixtureShape]
 ) -> Iterator[float]:
-    """Errors of all blocks at once."""
+    """Errors of the kernel that multiplies all blocks at once."""
     for mixture, block in itertools.product(mixtures, shapes.steps.blocks):
         case = ExpertCase(
             size=shapes.hidden_size,
@@ -338,8 +340,9 @@ def _at_once_errors(
 def _one_by_one_errors(
     kernels: KernelSet, shapes: ServedShapes, matrices: list[Matrix]
 ) -> Iterator[float]:
-    """Errors of the first and the last expert's matrices, each multiplied where it lies among all;
-    where the set leaves out rows that pad a block, a third of the first one's blocks are such.
+    """Errors of products with the first and the last expert's matrices, each multiplied in place
+    inside the stack; if the set leaves out padding rows, a third of the first expert's rows are
+    padding.
     """
     if not matrices:
         return
@@ -379,7 +382,7 @@ def _among(laid_out: Any, number: jax.Array) -> Any:
 
 
 def _number(w: Any, number: int) -> Any:
-    """A copy of one matrix of unpacked ones."""
+    """A copy of one matrix of a stack that is not packed."""
     return jax.tree.map(lambda many: many[number], w)
 
 
@@ -406,12 +409,12 @@ def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
 def _random_operands(
     shapes: ServedShapes, matrix: Matrix, count: int
 ) -> tuple[np.ndarray, Any, np.ndarray]:
-    """x [., I], so many matrices [count, I, O] of that scheme, O at most some two thousand, and
-    scales [O].
+    """(x [., I], `count` matrices [count, I, O] of the matrix's scheme, scales [O]); O is at most
+    about two thousand.
     """
     rng = np.random.default_rng(matrix.size_in + matrix.size_out)
     x = _random_rows(rng, shapes, matrix.size_in)
-    # Products of about 1, so that gates are bent, neither all open nor all shut.
+    # Products are about 1, where gates are neither all open nor all closed.
     x = (x.astype(np.float32) * np.float32(4 * matrix.size_in**-0.5)).astype(x.dtype)
     size_out = _narrowed(matrix.size_out, _COLUMNS * (2 if matrix.gated else 1))
     size = count, matrix.size_in, size_out
@@ -427,21 +430,21 @@ def _random_operands(
 
 
 def _random_rows(rng: np.random.Generator, shapes: ServedShapes, size: int) -> np.ndarray:
-    """Different rows of `size` numbers."""
+    """Different random rows of `size` numbers."""
     return _random_array(rng, (_DIFFERENT_ROWS, size), shapes.dtype)
 
 
 def _of_each_count(x: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     """The different rows x [., I], repeated to each row count.
 
-    Made here, since the compiler makes a loop of every cut in a program.
+    They are made outside the program, where the compiler would turn every slice into a loop.
     """
     most = _repeated(x, max(counts))
     return [most[:rows] for rows in counts]
 
 
 def _repeated(x: np.ndarray, rows: int) -> np.ndarray:
-    """x [., n], over and over: [rows, n]."""
+    """x [., n] repeated to [rows, n]."""
     return np.resize(x, (rows, x.shape[1]))
 
 
@@ -452,7 +455,7 @@ def _distances(results: Sequence[jax.Array], expected: np.ndarray) -> Iterator[f
 
 
 def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Numbers from -1 to 1; a piece at a time, which halves the time for a large matrix."""
+    """Random numbers from -1 to 1, drawn in pieces, which halves the time for a large matrix."""
     array = np.empty(shape, jnp.dtype(dtype))
     flat = array.reshape(-1)
     for first in range(0, flat.size, _PIECE):
@@ -462,13 +465,14 @@ def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) 
 
 
 def _narrowed(size: int, columns: int) -> int:
-    """A size under twice `columns` with the same remainder, so that tiles are chosen alike."""
+    """A size below twice `columns` with the same remainder, so that kernels choose the same tiles.
+    """
     return min(size, columns + size % columns)
 
 
 def _cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Top-k and top-p in several sizes: how much more or less probability is kept than should
-    be.
+    """Errors of the top-k and top-p cut for several limits: the difference between the probability
+    that is kept and that by definition.
     """
     if kernels.threshold is None:
         return
@@ -485,7 +489,7 @@ def _cut_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
 
 
 def _kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:
-    """The probability that top-k (0: all), then top-p of what it left, keep of logits [V]."""
+    """The probability of logits [V] that top-k (0: all), then top-p of the rest, keep."""
     weights = np.exp(np.sort(row.astype(np.float64))[::-1])
     weights /= weights.sum()
     first = weights[:top_k] if top_k else weights
@@ -493,7 +497,7 @@ def _kept_mass(row: np.ndarray, top_k: int, top_p: float) -> float:
     return float(first[before < top_p * first.sum()].sum())
 
 
-#: By what is proved: yields errors, none if the engine never calls the kernel.
+#: Kernel -> function that yields its errors; it yields none if the engine never calls the kernel.
 CHECKS: dict[str, Callable[[KernelSet, ServedShapes], Iterator[float]]] = {
     "norm": _norm_errors,
     "products": partial(_product_errors, name="products"),

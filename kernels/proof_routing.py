@@ -1,5 +1,5 @@
-"""Proof of the choice of a mixture's experts: random router outputs, compared with the
-definition.
+"""Proof of the choice of a mixture's experts: compares it with the definition for random router
+outputs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from jitney.kernels.routing import Mixture, Route, Routes
 
 
 def routing_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
-    """Errors of the shares in decode steps of the fewest and of the most rows, infinite where a row
-    stands elsewhere than its experts' blocks. None without experts.
+    """Errors of the shares in decode steps with the fewest and the most rows; infinite if a row is
+    not in the blocks of its experts. Yields nothing without experts.
     """
     mixture = shapes.routing
     if mixture is None or mixture.own < mixture.n_experts:
-        return  # no kernel chooses these
+        return  # no kernel routes to experts that are spread over devices
     rng = np.random.default_rng(9)
     bias = rng.normal(0, 0.1, mixture.n_experts).astype(np.float32) if mixture.choice_bias else None
     factors = rng.uniform(0.5, 2, mixture.n_experts).astype(np.float32)
     for n_rows in dict.fromkeys((shapes.steps.decode[0], shapes.steps.decode[-1])):
-        # The numbers of a row are well apart, so that rounding changes no choice.
+        # The router outputs of a row differ enough that rounding changes no choice.
         ranks = rng.permuted(np.tile(np.arange(mixture.n_experts), (n_rows, 1)), axis=1)
         numbers = (8 / mixture.n_experts * ranks - 4).astype(np.float32)
         count = -(-3 * n_rows // 4)
@@ -42,8 +42,8 @@ def route_error(
     bias: np.ndarray | None = None,
     factors: np.ndarray | None = None,
 ) -> float:
-    """The error of the shares of the first `count` rows, numbers [T, X or more]; infinite where a
-    row stands elsewhere than its experts' blocks.
+    """The error of the shares of the first `count` rows, with router outputs numbers [T, X or
+    more]; infinite if a row is not in the blocks of its experts.
     """
     own = [None if array is None else jnp.asarray(array) for array in (bias, factors)]
     call = jax.jit(lambda numbers, count: route(numbers, mixture, count, 0, *own))
@@ -56,7 +56,7 @@ def route_error(
 
 
 def _stands_right(actual: Routes, chosen: np.ndarray, n_rows: int) -> bool:
-    """Whether each row is once in a block of each of its experts, in order, and no other row is."""
+    """Whether the blocks of each expert hold exactly its rows, once each, in order."""
     blocks, places = actual.blocks, actual.places
     nowhere = len(blocks.rows)
     standing = places[:, : len(chosen)].T

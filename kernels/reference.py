@@ -1,5 +1,5 @@
-"""The reference kernels in plain jax.numpy: they run on every platform, and tests compare the
-others with them.
+"""The reference kernels in plain jax.numpy: they run on every platform, and tests compare other
+kernels with them.
 
 Online softmax (Milakov and Gimelshein, arXiv 1805.02867) over chunks of pages with a dynamic trip
 count, so a step costs what its contexts need and never attends across sequences. Axes as in
@@ -40,9 +40,9 @@ class _Scoring(NamedTuple):
     window: int  # positions that a row sees, its own included; 0: all
     softcap: float  # 0: none
     keys: jax.Array | None  # float32 [H]: factor of each head's stored keys; None: 1
-    values: jax.Array | None  # and of its values
-    sinks: jax.Array | None  # float32 [H]: a score of each head without a value; None: none
-    value_dim: int  # numbers of a key that are its value; 0: it stands beside the key
+    values: jax.Array | None  # float32 [H]: the same for stored values
+    sinks: jax.Array | None  # float32 [H]: attention sink of each head; None: no sinks
+    value_dim: int  # first numbers of a key that are its value; 0: values are stored separately
 
     @classmethod
     def of(cls, q: jax.Array, kv: jax.Array, options: AttentionOptions) -> _Scoring:
@@ -63,7 +63,7 @@ class _Scoring(NamedTuple):
         return 1 if self.value_dim else 2
 
     def size_out(self, dim: int) -> int:
-        """Numbers of a head's value, of keys of `dim`."""
+        """Size of a head's value, for keys of size `dim`."""
         return self.value_dim or dim
 
 
@@ -127,8 +127,8 @@ def gated(x: jax.Array, w: jax.Array) -> jax.Array:
 def matmul_int8(x: jax.Array, w: Int8, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """x [T, I], its rows rounded to int8, times w [I, O] -> [T, O] in `dtype`.
 
-    Codes of x and w are whole in any floating dtype, and so are their products: only the sums are
-    rounded.
+    The codes of x and w are exact integers in any floating dtype, and so are their products in
+    float32: only the sums are rounded.
     """
     codes, steps = w8a8.round_to_int8(x)
     return (matmul(codes, w.kernel) * steps * w.scale).astype(dtype)
@@ -152,7 +152,7 @@ def gated_int8(x: jax.Array, w: Int8) -> jax.Array:
 
 
 def gated_narrow(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`gated`, where gates and what they gate go through memory: in x's dtype, not in float32."""
+    """`gated` that writes gates and ups to memory in x's dtype instead of float32."""
     return gate(matmul(x, w, x.dtype), x.dtype)
 
 
@@ -195,7 +195,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: DTypeLike) -> jax.Array:
-    """`rms_norm` in a dtype of its own."""
+    """`rms_norm` with the result in `dtype`."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * weight.astype(jnp.float32)).astype(dtype)
@@ -204,7 +204,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: DTypeLike) -> 
 def norm_sum(
     x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """x + added [T, E] in x's dtype, and its norm in added's."""
+    """(x + added [T, E] in x's dtype, its RMS norm in added's dtype)."""
     x = x + added.astype(x.dtype)
     return x, _rms_norm(x, weight, eps, added.dtype)
 
@@ -220,8 +220,8 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def _head_factors(
     kv: jax.Array, kv_scales: jax.Array | None, n_heads: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """(keys [H], values [H]): factors of what each query head reads from a quantised pool, None for
-    plain floats.
+    """(keys [H], values [H]): factors of the keys and values that each query head reads from a
+    quantised pool; None for plain floats.
     """
     scales = scales_of(kv, kv_scales)
     if scales is None:
@@ -237,12 +237,12 @@ def write_kv(
     rows: jax.Array,
     kv_scales: jax.Array | None = None,
 ) -> jax.Array:
-    """Put k and v [T, K, D] at flat rows [T] of the pool [N, page, 2K, D], in place when it is
-    donated; v None: of a pool of keys, [N, page, K, D].
+    """Write k and v [T, K, D] to flat rows [T] of the pool [N, page, 2K, D], in place if it is
+    donated. v None: the pool holds only keys, [N, page, K, D].
 
-    A value that is not finite is stored as 0: a masked key still meets its value as 0 * v, and 0 *
-    NaN would carry one request's NaN to the next owner of the page. The request itself ends by its
-    own logits.
+    A non-finite value is stored as 0: a masked key still multiplies its value by 0, and 0 * NaN
+    would carry one request's NaN to the next owner of the page. The request itself ends because of
+    its own logits.
     """
     pairs = k
     if v is not None:
@@ -258,9 +258,9 @@ def _attend_decode(
     """One query row a sequence: q [S, H, D], page_table [S, P], kv_lens [S] (0: no sequence) -> [S,
     H, D].
 
-    A group of sequences takes as many rounds as its longest context. The scheduler puts long
-    contexts first, so that short ones are grouped with short ones, and absent sequences fill groups
-    that take none.
+    A group of sequences takes as many rounds as its longest context needs. The scheduler puts long
+    contexts first, so that short contexts share groups with short ones, and groups of absent
+    sequences take no rounds.
     """
     n_seqs = q.shape[0]
     if n_seqs <= _DECODE_GROUP or n_seqs % _DECODE_GROUP:
@@ -283,10 +283,10 @@ def _attend_group(
 ) -> jax.Array:
     """`_attend_decode` for sequences that take the same number of rounds; same shapes.
 
-    The queries are spread over a row of the pool ([H, W], W = 2K * D, or K * D where keys are all
-    that is kept, zero outside their own key head), so that scores and values are one product per
-    sequence over the pages as they lie: six times the arithmetic, but no transposed copy of the
-    keys. 25 ms against 38 ms for 30 layers of 32 rows with 160 keys (2 Zen 5 cores, bfloat16).
+    The queries are spread over a row of the pool ([H, W], W = 2K * D, or K * D in a pool of keys
+    only; zero outside their own key head), so that scores and values are one product per sequence
+    over the pages as stored: six times the arithmetic, but no transposed copy of the keys. This
+    takes 25 ms instead of 38 ms for 30 layers of 32 rows with 160 keys (2 Zen 5 cores, bfloat16).
     """
     n_seqs, _, dim = q.shape
     n_kv = kv.shape[2] // how.planes
@@ -319,7 +319,7 @@ def _attend_group(
 def _spread_queries(q: jax.Array, n_kv: int, planes: int) -> jax.Array:
     """q [S, H, D] -> [S, H, W]: each query in the columns of its key head, zero elsewhere.
 
-    Slices are copied: a product with a 0/1 mask costs XLA:CPU five times as much in index
+    This copies slices: a product with a 0/1 mask costs XLA:CPU five times as much in index
     arithmetic.
     """
     n_seqs, n_heads, dim = q.shape
@@ -343,11 +343,11 @@ def _gather_values(o: jax.Array, n_kv: int, dim: int, how: _Scoring) -> jax.Arra
 
 
 def _attend_prefill(q: jax.Array, kv: jax.Array, meta: AttentionMeta, how: _Scoring) -> jax.Array:
-    """The rows of prompt chunks: q [T, H, D] -> [T, H, V]; rows of decoding sequences and padding
-    are undefined.
+    """Attention of the rows of prompt chunks: q [T, H, D] -> [T, H, V]; rows of decoding sequences
+    and padding are undefined.
 
-    Each sequence's rows are cut into blocks; a block's tail past its sequence is overwritten by the
-    next block, since blocks lie in row order.
+    Each sequence's rows are cut into blocks. The next block overwrites a block's rows past the end
+    of its sequence, since blocks are computed in row order.
     """
     n_rows, n_seqs = q.shape[0], meta.kv_lens.shape[0]
     size = min(_PREFILL_ROWS, n_rows)
@@ -377,8 +377,8 @@ def _attend_block(
     kv_len: jax.Array,
     how: _Scoring,
 ) -> jax.Array:
-    """B consecutive rows of one sequence, the first at position `first`: q [B, H, D], pages_of [P]
-    -> [B, H, V]. The G heads of a key head are rows of one product: M = G * B.
+    """Attention of B consecutive rows of one sequence, the first at position `first`: q [B, H, D],
+    pages_of [P] -> [B, H, V]. The G query heads of a key head are rows of one product: M = G * B.
     """
     n_rows, n_heads, dim = q.shape
     n_kv = kv.shape[2] // how.planes
@@ -424,7 +424,9 @@ def _by_key_head(q: jax.Array, n_kv: int) -> jax.Array:
 
 
 def _per_row(factors: jax.Array | None, n_kv: int, n_rows: int) -> jax.Array | None:
-    """A factor per query head [H] for each row of `_by_key_head`: [K, G * B]; None stays."""
+    """The factor per query head [H] repeated for each row of `_by_key_head`: [K, G * B]; None
+    stays None.
+    """
     if factors is None:
         return None
     return jnp.repeat(factors.reshape(n_kv, -1), n_rows, axis=1)
@@ -448,9 +450,8 @@ def _rounds(keys: jax.Array, n_keys: int) -> jax.Array:
 def _finish_scores(
     scores: jax.Array, seen: jax.Array, how: _Scoring, factors: jax.Array | None
 ) -> jax.Array:
-    """Products of queries and keys [..., rows, C] scaled, capped, and HIDDEN where not `seen`.
-
-    factors [rows] or [..., rows]: of the stored keys; None: 1.
+    """Scores from products of queries and keys [..., rows, C]: scaled, capped, and `_HIDDEN` where
+    not `seen`. factors [rows] or [..., rows]: of the stored keys; None: 1.
     """
     scale = how.scale if factors is None else how.scale * factors[..., None]
     scores = scores * scale
@@ -468,7 +469,7 @@ def _online_softmax(
 ) -> jax.Array:
     """Run `chunk` over the chunks [start, stop) -> sums of weighted values, float32 `shape`.
 
-    sinks: of the rows, to be broadcast; they are what a row has seen before its first key.
+    sinks: scores that broadcast to the rows; a row starts with its sink before its first key.
     """
     rows = shape[:-1]
     empty = _Carry(jnp.full(rows, _HIDDEN), jnp.zeros(rows), jnp.zeros(shape))
@@ -479,12 +480,12 @@ def _online_softmax(
 
 
 def _merge(carry: _Carry, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> _Carry:
-    """Add one chunk's scores [..., rows, C] to the running softmax; weigh(p) gives p's sum of
-    values.
+    """Add one chunk's scores [..., rows, C] to the running softmax; weigh(p) returns the sum of the
+    values weighted by p.
 
-    A row that has seen nothing yet weighs hidden keys by exp(0); its first visible key multiplies
-    all that by exp(HIDDEN - top) = 0. A row that never sees a key (padding) ends as a finite mean
-    that are not read.
+    A row that has seen no key yet weighs hidden keys by exp(0); its first visible key multiplies
+    these sums by exp(_HIDDEN - top) = 0. A row that never sees a key (padding) ends as a finite
+    mean, which is not read.
     """
     top = jnp.maximum(carry.top, jnp.max(scores, axis=-1))
     p = jnp.exp(scores - top[..., None])

@@ -1,4 +1,4 @@
-"""Chooses the kernel set of a platform: once, by name, and never replaced without a message."""
+"""Chooses the kernel set of a platform, once, by name; replaces it only with a message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Compute capability from which NVIDIA GPUs multiply fp8 numbers as they are.
+#: Least compute capability of NVIDIA GPUs that multiply fp8 numbers without conversion.
 _FP8_SINCE = 89
 
 
@@ -27,11 +27,11 @@ class ServedHeads(NamedTuple):
     head_dim: int
     dtype: str  # of activations
     kv_dtype: str  # of the pool
-    sinks: bool = False  # they have scores that no key has
+    sinks: bool = False  # whether heads have attention sinks
 
     def refusal(self, name: str) -> str:
-        """Why the kernel set of that name cannot attend to prompts of such heads, empty if it
-        can.
+        """The reason why the kernel set of that name cannot compute prompt attention for these
+        heads; empty if it can.
         """
         from jitney.kernels.flashinfer_gpu.prompts import FlashInferPrompts
 
@@ -63,8 +63,8 @@ def reference() -> KernelSet:
 
 
 def reference_of(kernels: KernelSet) -> KernelSet:
-    """The reference that computes what a set does: rows are rounded to int8 or fp8 where it rounds
-    them, those of experts not where it multiplies all experts at once.
+    """The reference set that matches a set's rounding: it rounds rows to int8 or fp8 where the set
+    does, but not the rows of experts if the set multiplies all experts at once.
     """
     from jitney.kernels import experts
     from jitney.kernels import reference as plain
@@ -126,8 +126,8 @@ def _native() -> KernelSet:
 
 
 def with_product_rows(kernels: KernelSet, rows: int) -> KernelSet:
-    """The same kernels, with products of up to so many rows their own where weights are not
-    packed for them; of sets that have no such choice, as they are.
+    """The same set, which multiplies up to `rows` rows with its own kernels, and more rows with
+    XLA's, if weights are not packed. Sets without this choice are returned unchanged.
     """
     if kernels.name != "native":
         return kernels
@@ -148,8 +148,8 @@ def _triton() -> KernelSet:
 def _triton_for(sm: int) -> KernelSet:
     """Triton kernels for compute capability `sm` (90: 9.0), on a machine that may have no GPU.
 
-    One set each: bound methods of equal objects are not equal, and would compile a step's layers
-    again.
+    Returns the same object for the same `sm`: bound methods of equal objects are not equal, so a
+    second object would compile a step's layers again.
     """
     from jitney.kernels.triton_gpu.launch import JaxTriton
 
@@ -191,7 +191,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
 
 
 def _flashinfer() -> KernelSet:
-    """Triton kernels, but prompts are attended to by FlashInfer's. Raises KernelError where those
+    """Triton kernels, with FlashInfer's for prompt attention. Raises KernelError if FlashInfer's
     cannot run or a package is missing.
     """
     sm = compute_capability("flashinfer")
@@ -203,7 +203,7 @@ def _flashinfer() -> KernelSet:
 
 @cache
 def _flashinfer_for(sm: int, processors: int) -> KernelSet:
-    """As `_triton_for`, for a GPU of so many multiprocessors."""
+    """Like `_triton_for`, for a GPU with that number of multiprocessors."""
     from jitney.kernels.flashinfer_gpu.modules import check_installed
     from jitney.kernels.flashinfer_gpu.prompts import FlashInferPrompts
     from jitney.kernels.triton_gpu.kernel_set import TritonKernels
@@ -217,8 +217,8 @@ def _flashinfer_for(sm: int, processors: int) -> KernelSet:
 
 
 def compute_capability(kernels: str = "triton") -> int:
-    """Compute capability of jax's first device, as 90 for 9.0; KernelError, which names `kernels`,
-    if that is no NVIDIA GPU from sm_80 on.
+    """Compute capability of jax's first device, 90 for 9.0. Raises KernelError, which names
+    `kernels`, if the device is not an NVIDIA GPU from sm_80 on.
     """
     device = jax.devices()[0]
     text = str(getattr(device, "compute_capability", ""))
@@ -233,8 +233,8 @@ def compute_capability(kernels: str = "triton") -> int:
 
 
 def _pallas() -> KernelSet:
-    """Our own Pallas kernels for the TPU that jax sees; the reference's products of floats and of 8
-    bits, which XLA fuses well there.
+    """Our own Pallas kernels for the TPU that jax sees, with the reference's products of floats and
+    of 8-bit weights, which XLA fuses well there.
 
     Raises KernelError on another platform.
     """
@@ -296,9 +296,9 @@ _BEST: dict[str, str] = {"cpu": "native", "gpu": "triton", "cuda": "triton", "tp
 def select(platform: str, name: str = "auto", heads: ServedHeads | None = None) -> KernelSet:
     """The kernel set `name` for `platform` (cpu, gpu, tpu); "auto" is the best one that runs on it.
 
-    heads: what it will serve, where that is known: on a GPU auto is the set that was measured to be
-    the best for it. Raises KernelError for an unknown name, listing the known ones, and for a named
-    set that cannot run here or not with these heads.
+    heads: the heads that the set will serve, if known; on a GPU "auto" is then the set measured to
+    be the fastest for them. Raises KernelError for an unknown name, listing the known ones, and for
+    a named set that cannot run here or not with these heads.
     """
     kernels = _selected(platform, name, heads)
     return replace(kernels, float32_residual=True) if platform == "cpu" else kernels
@@ -319,8 +319,8 @@ def _selected(platform: str, name: str, heads: ServedHeads | None) -> KernelSet:
 
 
 def _measured_best(kernels: KernelSet, heads: ServedHeads | None) -> KernelSet:
-    """The set that attends to prompts quickest on this GPU by `jitney.kernels.prompt_choices`, or
-    `kernels` where nothing was measured, or the best cannot run, which a warning says.
+    """The set with the fastest prompt attention on this GPU by `jitney.kernels.prompt_choices`;
+    `kernels` if nothing was measured, or, with a warning, if the fastest set cannot run.
     """
     from jitney.kernels.prompt_choices import PromptChoices
 

@@ -44,10 +44,10 @@ def delta_net(
     target = library.load().target("delta_net")
     call = jax.ffi.ffi_call(target, shapes, input_output_aliases={12: 1, 13: 2})
     taps, *others = weights
-    o, kept, memory = call(
+    o, new_taps, memory = call(
         x, rates, taps, *others, *sequences, state.taps, state.memory, eps=np.float32(eps)
     )
-    return o, DeltaState(kept, memory, sequences.lengths(state.lengths))
+    return o, DeltaState(new_taps, memory, sequences.lengths(state.lengths))
 
 
 def recur(

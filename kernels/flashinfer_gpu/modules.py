@@ -63,10 +63,10 @@ def check_installed() -> None:
             raise KernelError(
                 f'kernels flashinfer need {name}: pip install -e ".[cuda13,flashinfer]"'
             ) from None
-    found = metadata.version("flashinfer-python")
-    if found.split(".")[:3] != _RELEASE.split("."):
+    installed = metadata.version("flashinfer-python")
+    if installed.split(".")[:3] != _RELEASE.split("."):
         raise KernelError(
-            f"kernels flashinfer are written for flashinfer-python {_RELEASE}, here is {found}"
+            f"kernels flashinfer are written for flashinfer-python {_RELEASE}, here is {installed}"
         )
 
 

@@ -56,10 +56,10 @@ class _BlockSizes(NamedTuple):
         """The sizes on a chip ("" or unknown: any) for a pool with `key_bytes` a token, key and
         value of all heads, and pages of so many tokens.
         """
-        wanted = _CHIPS.get(chip, _OTHER)
+        limits = _CHIPS.get(chip, _OTHER)
         keys = max(_MANY_KEYS if key_bytes <= _SMALL else _KEYS, page)
-        on_the_way = -(-wanted.on_the_way // (keys * key_bytes))
-        return cls(keys, min(max(on_the_way, 2) + 1, _DEEPEST), wanted.rows)
+        on_the_way = -(-limits.on_the_way // (keys * key_bytes))
+        return cls(keys, min(max(on_the_way, 2) + 1, _DEEPEST), limits.rows)
 
 
 class _Chip(NamedTuple):
@@ -89,8 +89,8 @@ _KINDS = {"v5e": ("v5 lite", "v5e"), "v6e": ("v6 lite", "v6e"), "v7x": ("tpu7", 
 def chip_of(device_kind: str) -> str:
     """ "TPU v5 lite" -> "v5e"; "" for a chip that is not in the table."""
     kind = device_kind.lower()
-    found = (chip for chip, words in _KINDS.items() if any(word in kind for word in words))
-    return next(found, "")
+    chips = (chip for chip, words in _KINDS.items() if any(word in kind for word in words))
+    return next(chips, "")
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ class PoolLayout:
         width = cls._whole_vectors(dim)
         # Rows that a tile has anyway, as two of a single key head in 16 bits, have parts of a key.
         parts = rows // heads if value_dim else 1
-        found = cls(heads, dim, rows, width, value_dim, parts)
-        return found if found.row_width < width else replace(found, parts=1)
+        layout = cls(heads, dim, rows, width, value_dim, parts)
+        return layout if layout.row_width < width else replace(layout, parts=1)
 
     @classmethod
     def _whole_vectors(cls, numbers: int) -> int:

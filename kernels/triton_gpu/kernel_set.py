@@ -320,7 +320,7 @@ class TritonKernels:
         # As many sequences as rows are of decode rows and drafts.
         is_chunked = n_seqs < n_rows >= _DELTA_CHUNK
         weights = self._weights_of_chunks(rows, sequences) if is_chunked else [beta] * 4  # unread
-        kept = jax.new_ref(memory)
+        memory_ref = jax.new_ref(memory)
         read = self.launch(
             delta_net.pass_rows,
             *rows[:-1],
@@ -331,7 +331,7 @@ class TritonKernels:
             sequences.writes,
             sequences.starts,
             *weights,
-            kept,
+            memory_ref,
             out=jax.ShapeDtypeStruct(rows.values.shape, jnp.float32),
             grid=(n_seqs, n_heads, -(-width // columns)),
             warps=8 if is_chunked else 4,
@@ -344,7 +344,7 @@ class TritonKernels:
             CHUNK=_DELTA_CHUNK if is_chunked else 0,
             **_chunk_sizes(rows, sequences),
         )
-        return read, jax.freeze(kept)
+        return read, jax.freeze(memory_ref)
 
     def _weights_of_chunks(self, rows: DeltaRows, sequences: DeltaSequences) -> list[jax.Array]:
         """Launch `delta_net.weigh_chunks`."""
