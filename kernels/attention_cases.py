@@ -13,17 +13,17 @@ from jitney.kernels.proof_shapes import AttentionShapes, NormShapes, ServedShape
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One batch and the options of one call: decode holds context lengths, prompts (context, new
-    rows) pairs.
+    """One batch and the options of one call; `decode` holds context lengths, `prompts` pairs of
+    (context length, new rows).
     """
 
     heads: tuple[int, int, int]  # query heads, key heads, head dim
     decode: tuple[int, ...] = ()
     prompts: tuple[tuple[int, int], ...] = ()
     rows: int = 0  # T; 0: no padding
-    seqs: int = 0  # S; 0: as many as there are
+    seqs: int = 0  # S; 0: no empty seats
     page: int = 16  # tokens of a page
-    pages: int = 32  # of each sequence's table
+    pages: int = 32  # P, entries of each sequence's page table
     window: int = 0  # positions that a row sees, its own included; 0: all
     softcap: float = 0.0  # of the scores; 0: none
     sinks: bool = False  # whether heads have sinks
@@ -31,7 +31,7 @@ class AttentionCase:
     pool: str = "float32"  # dtype of the pool
     scales: str = "head"  # or "pool"; for a quantised pool
     spare: int = 4  # unused pages, the trash page included
-    value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
+    value_dim: int = 0  # first numbers of a key that are its value; 0: values are stored separately
 
     @property
     def lens(self) -> list[int]:
@@ -46,12 +46,12 @@ class AttentionCase:
         return self.spare + sum(-(-length // self.page) for length in self.lens)
 
     def served_as(self, dtype: str) -> AttentionCase:
-        """The case for an engine of that dtype: activations and a pool of floats get it."""
+        """The case for an engine of that dtype: activations and a pool of floats use it."""
         pool = dtype if self.pool == self.dtype else self.pool
         return replace(self, dtype=dtype, pool=pool)
 
     def shapes(self) -> ServedShapes:
-        """The shapes of attention alone."""
+        """The served shapes with only attention."""
         n_heads, n_kv_heads, head_dim = self.heads
         attention = AttentionShapes(
             n_heads=n_heads,

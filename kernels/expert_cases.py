@@ -17,14 +17,14 @@ from jitney.kernels.experts import UNGATED, ExpertBlocks, Stack
 from jitney.kernels.interface import ExpertProducts
 from jitney.kernels.proof_shapes import distance
 
-#: Empty blocks after those with rows.
+#: Number of empty blocks after the blocks with rows.
 _EMPTY = 3
 
 
 @dataclass(frozen=True)
 class ExpertCase:
-    """A step of a layer. The first expert has no row, the second one all, the third one the last
-    row alone; rows go through the others by chance.
+    """One step of a layer with experts. The first expert has no rows, the second one all, the third
+    one only the last row; the rows of the other experts are random.
     """
 
     size: int = 64  # E
@@ -32,14 +32,14 @@ class ExpertCase:
     rows: int = 21  # T
     block: int = 16  # B
     n_experts: int = 5  # X
-    schemes: tuple[str, str] = ("plain", "plain")  # of what opens and of what closes
+    schemes: tuple[str, str] = ("plain", "plain")  # of the opening and the closing matrices
     activation: str = "silu"
     dtype: str = "float32"  # of the activations
     biased: bool = False  # the products have biases
     empty: bool = False  # no row is routed
 
     def errors(self, experts: ExpertProducts) -> Iterator[float]:
-        """Errors of the products at the places of rows."""
+        """Errors of the products, without those of padding rows."""
         inputs = _make_inputs(self)
         actual = jax.jit(experts, static_argnums=4)(
             inputs.x, inputs.opening, inputs.closing, inputs.blocks, self.activation
@@ -50,7 +50,7 @@ class ExpertCase:
         yield distance(np.asarray(actual)[inputs.real], expected[inputs.real])
 
 
-#: Cases of tests and the device bench: sizes that are no multiples of tiles, both activations, all
+#: Cases of tests and the device bench: sizes that are not multiples of tiles, all activations and
 #: formats of weights, blocks of few and of many rows.
 CASES = {
     "plain": ExpertCase(),
@@ -90,7 +90,7 @@ class _ExpertInputs:
 
     @property
     def real(self) -> np.ndarray:
-        """Places of blocks that have rows."""
+        """The places in blocks that hold rows, not padding."""
         return np.flatnonzero(self.blocks.rows < len(self.x))
 
 
@@ -111,8 +111,8 @@ def _uniform(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike)
 def _stack(
     rng: np.random.Generator, case: ExpertCase, scheme: str, sizes: tuple[int, int]
 ) -> Stack:
-    """Matrices whose products have a size that a gate bends, neither all open nor all shut; of
-    gates that are clamped some beyond that.
+    """Random matrices whose products lie where gates are neither all open nor all closed; with a
+    clamped activation, some lie beyond the clamp.
     """
     stack = _unbiased(rng, case, scheme, sizes)
     if not case.biased:

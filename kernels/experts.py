@@ -1,9 +1,9 @@
 """Products of rows with the experts of a mixture, all blocks at once: the data types, and the
 reference in plain jax.numpy.
 
-Axes: T rows, I inputs, O outputs, F an expert's feed-forward, E embed, X experts, N blocks, B rows
-of a block. A block is a group of rows of one expert; a row is in one block of each of its
-experts.
+Axes: T rows, I inputs, O outputs, F an expert's feed-forward size, E hidden size, X experts, N
+blocks, B rows of a block. A block is a group of rows of one expert; a row is in one block of each
+of its experts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
 class Stack(NamedTuple):
     """The stacked matrices of all experts."""
 
-    #: [X, I, O]: bfloat16, float32, int8 or float8_e4m3fn; uint8 [X, I // 2, O]: MXFP4, each as
-    #: `jitney.kernels.mxfp4` has it.
+    #: [X, I, O]: bfloat16, float32, int8 or float8_e4m3fn; or uint8 [X, I // 2, O]: MXFP4 in the
+    #: format of `jitney.kernels.mxfp4`.
     kernel: jax.Array
-    #: float32 [X, O], factors of the sums, of int8 and float8_e4m3fn; uint8 [X, I // 32, O] of
+    #: float32 [X, O]: factors of the sums, for int8 and float8_e4m3fn; uint8 [X, I // 32, O] for
     #: MXFP4; else None.
     scale: jax.Array | None = None
-    #: [X, O], added to the sums behind their factors; or None.
+    #: [X, O]: added to the sums after `scale`; or None.
     bias: jax.Array | None = None
 
     @property
@@ -39,11 +39,11 @@ class Stack(NamedTuple):
 class ExpertBlocks(NamedTuple):
     """The assignment of rows to experts, in blocks; int32."""
 
-    #: [N * B]: the row at each place; T: padding, whose numbers are 0.
+    #: [N * B]: the row at each place of the blocks; T: padding, read as zeros.
     rows: jax.Array
-    #: [N]; X: of blocks without rows.
+    #: [N]: the expert of each block; X: the block has no rows.
     experts: jax.Array
-    #: []: blocks that hold rows, the first ones.
+    #: []: number of blocks with rows, which come first.
     count: jax.Array
 
     @property
@@ -52,7 +52,7 @@ class ExpertBlocks(NamedTuple):
         return self.rows.shape[0] // self.experts.shape[0]
 
 
-#: gpt-oss's activation: bound of gates and ups, and the factor of a gate inside the sigmoid.
+#: gpt-oss's activation: bound of gates and ups; factor of a gate inside the sigmoid.
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 
@@ -76,15 +76,17 @@ UNGATED: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def opened_size(columns: int, activation: str) -> int:
-    """F, of so many outputs of what opens a feed-forward: half of them are gates, if it has any."""
+    """F from the number of outputs of the opening product, half of which are gates if the
+    activation has gates.
+    """
     return columns if activation in UNGATED else columns // 2
 
 
 def gate(y: jax.Array, dtype: DTypeLike, activation: str = "silu") -> jax.Array:
-    """Gates and what they gate, the halves of [T, 2F] -> what the activation makes of them, [T, F]
-    in `dtype`; of an activation without gates y is [T, F].
+    """y [T, 2F], gates then ups -> the activation's result, [T, F] in `dtype`; y is [T, F] for an
+    activation without gates.
 
-    The halves are split before widening: XLA for TPUs would write all of them as float32 first.
+    The halves are split before widening: XLA for TPUs would otherwise write both as float32 first.
     """
     if activation in UNGATED:
         return UNGATED[activation](y.astype(jnp.float32)).astype(dtype)
@@ -95,7 +97,9 @@ def gate(y: jax.Array, dtype: DTypeLike, activation: str = "silu") -> jax.Array:
 def experts(
     x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
 ) -> jax.Array:
-    """See `jitney.kernels.interface.ExpertProducts`; block after block, those without rows too."""
+    """See `jitney.kernels.interface.ExpertProducts`; computes all blocks one after another, also
+    those without rows.
+    """
 
     def answers(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, expert = block

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 class Int4(NamedTuple):
     """A weight matrix [I, O] in 4 bits; a pytree of arrays."""
 
-    # uint8 [I // 2, O]: row r of group g (R // 2 rows each) holds inputs gR + r (low) and + R // 2
+    # uint8 [I // 2, O]: row r of group g (R // 2 rows each) holds inputs gR + r (low bits) and gR +
+    # r + R // 2.
     packed: jax.Array
     scales: jax.Array  # floating [I // R, O]
     zeros: jax.Array | None  # uint8 [I // R, O], 0..16; None: `middle` everywhere

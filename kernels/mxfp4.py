@@ -1,8 +1,8 @@
 """MXFP4 weights: memory layout, and the product with them in plain jax.numpy.
 
-A weight is a number of e2m1 (a sign, two bits of exponent, one of fraction) times a power of two
-that 32 inputs of an output share (OCP Microscaling Formats, version 1.0). So every weight is exact
-in bfloat16. Axes: M rows, I inputs, O outputs.
+A weight is an e2m1 number (a sign, two bits of exponent, one of fraction) times a power of two that
+32 inputs of an output share (OCP Microscaling Formats, version 1.0). So every weight is exact in
+bfloat16. Axes: M rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Mxfp4(NamedTuple):
-    """A weight matrix [I, O] kept in 4.25 bits a weight; a pytree of arrays."""
+    """A weight matrix [I, O] in 4.25 bits per weight; a pytree of arrays."""
 
-    #: uint8 [I // 2, O]: row r of block b (16 rows each) holds inputs 32b + r (low) and 32b + r +
-    #: 16. Or as `Mxfp4Products.pack` laid it out, or a `OneOf` of such.
+    #: uint8 [I // 2, O]: row r of block b (16 rows each) holds inputs 32b + r (low bits) and 32b +
+    #: r + 16. Or packed by `Mxfp4Products.pack`, or a `OneOf` of packed matrices.
     packed: Any
-    #: uint8 [I // 32, O]: the exponents of two, 127 greater; or as for `packed`.
+    #: uint8 [I // 32, O]: exponents of two plus 127; or packed like `packed`.
     scales: Any
 
     #: Inputs that share a scale.
@@ -40,11 +40,11 @@ class Mxfp4(NamedTuple):
 
 
 def powers(scales: jax.Array) -> jax.Array:
-    """Exponents of two, 127 greater, uint8 -> the powers, float32; that of 0 is 0."""
+    """Exponents of two plus 127, uint8 -> the powers of two, float32; 0 for exponent code 0."""
     return jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
 
 
 def matmul_mxfp4(x: jax.Array, weights: Mxfp4, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """x [M, I] -> [M, O] in `dtype`; the weights are written out in x's dtype first."""
+    """x [M, I] -> [M, O] in `dtype`; the weights are first unpacked to memory in x's dtype."""
     wide = weights.unpacked().astype(x.dtype)
     return jnp.matmul(x, wide, preferred_element_type=jnp.float32).astype(dtype)

@@ -19,8 +19,8 @@ class PromptChoice(TypedDict):
     sm: int  # compute capability, 90 for 9.0
     head_dim: int
     by: str  # one of PromptChoices.serving
-    #: Kernel set -> seconds of prompt attention over all measured sizes; also sets that cannot be
-    #: chosen.
+    #: Kernel set -> seconds of prompt attention over all measured sizes; includes sets that cannot
+    #: be chosen.
     seconds: dict[str, float]
     rows: list[int]  # of the measured prompts
     device: str

@@ -109,8 +109,7 @@ def _random_weights(rng: np.random.Generator, own: DeltaShape, dtype: str) -> De
 def _random_text(
     rng: np.random.Generator, own: DeltaShape, length: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Random inputs of one sequence: x [L, C + H V], or [L, C + H] for Mamba-2, and rates [L, 2 H].
-    """
+    """Random inputs of one sequence: x [L, C + H V] (Mamba-2: [L, C + H]), rates [L, 2 H]."""
     x = rng.standard_normal((length, own.columns), np.float32).astype(jnp.dtype(dtype))
     return x, rng.standard_normal((length, 2 * own.heads), np.float32)
 

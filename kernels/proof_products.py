@@ -465,8 +465,7 @@ def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) 
 
 
 def _narrowed(size: int, columns: int) -> int:
-    """A size below twice `columns` with the same remainder, so that kernels choose the same tiles.
-    """
+    """A size below twice `columns` with the same remainder, so that tiles are the same."""
     return min(size, columns + size % columns)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from jitney.kernels.routing import Mixture
 
-#: Row counts of products up to this are all compared; of larger ones, which only repeat the same
-#: tiles, only the largest.
+#: All row counts of products up to this are compared; of larger counts, which only repeat the same
+#: tiles, only the largest is.
 _MOST_ROWS = 256
 #: Most rows of a product on CPUs (`jitney.engine.lab.bench.sizes`).
 _LARGEST = 2048
@@ -33,9 +33,9 @@ class Matrix:
 class MixtureShape:
     """The experts of a layer, on one device."""
 
-    inner: int  # F of one of them
-    schemes: tuple[str, str]  # how what opens them and what closes them is stored
-    activation: str  # what gates them
+    inner: int  # F, feed-forward size of an expert
+    schemes: tuple[str, str]  # schemes of the opening and of the closing matrices
+    activation: str  # activation of the gates
     biased: bool = False  # their products have biases
 
 
@@ -48,7 +48,7 @@ class DeltaShape:
     dim: int  # D
     width: int  # V
     taps: int  # W
-    corrects: bool = True  # it is a gated delta net; else of Mamba-2
+    corrects: bool = True  # True: gated delta net; False: Mamba-2
 
     @property
     def channels(self) -> int:
@@ -57,11 +57,11 @@ class DeltaShape:
 
     @property
     def columns(self) -> int:
-        """Numbers of the rows that come in: inputs of the convolution, then gates, or steps."""
+        """Size of an input row: inputs of the convolution, then gates, or Mamba-2's time steps."""
         return self.channels + self.heads * (self.width if self.corrects else 1)
 
     def state_shapes(self, slots: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the arrays that a layer keeps in so many slots."""
+        """Shapes of the arrays in which a layer keeps the state of `slots` slots."""
         return (
             (slots, self.taps, self.channels),
             (slots, self.heads, self.dim, self.width),
@@ -71,25 +71,25 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class AttentionShapes:
-    """Shapes of the layers' attention, and of the pool that they attend to."""
+    """Shapes of the layers' attention and of its KV pool."""
 
     n_heads: int  # H
     n_kv_heads: int  # K
     head_dim: int  # D
-    windows: tuple[int, ...]  # the different ones of the layers, 0 for none
+    windows: tuple[int, ...]  # distinct windows of the layers, 0 for no window
     softcap: float  # of the scores, 0 for none
     qk_norm: bool  # heads are normed before they are rotated
     page_size: int  # tokens
-    pages: int  # of a seat's table, P
+    pages: int  # P, entries of a seat's page table
     context: int  # tokens a sequence may have
     kv_dtype: str  # of the pool
     sinks: bool = False  # whether heads have sinks
-    value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
+    value_dim: int = 0  # first numbers of a key that are its value; 0: values are stored separately
     read_again: bool = False  # whether other layers read the same pool without writing
 
     @property
     def pool_rows(self) -> int:
-        """Rows of a position of the pool."""
+        """Rows of the pool per position."""
         return self.n_kv_heads * (1 if self.value_dim else 2)
 
 
@@ -99,7 +99,7 @@ class NormShapes:
 
     eps: float  # added to the mean square
     dtype: str  # of their weights
-    widths: tuple[int, ...] = ()  # of other rows than those of the hidden size, and than heads
+    widths: tuple[int, ...] = ()  # widths of normed rows other than the hidden size and heads
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class StepShapes:
 
     decode: tuple[int, ...]  # seats of the decode buckets, ascending
     mixed: tuple[int, ...]  # rows of the mixed buckets, ascending
-    mixed_seats: tuple[int, ...] = ()  # theirs, ascending; empty: the most of `decode`
-    blocks: tuple[int, ...] = ()  # rows that experts are multiplied with at a time
+    mixed_seats: tuple[int, ...] = ()  # seats of the mixed buckets, ascending; empty: max(decode)
+    blocks: tuple[int, ...] = ()  # block sizes of experts, in rows
 
     @property
     def prompts(self) -> tuple[tuple[int, int], ...]:
-        """(rows, seats) of the smallest mixed bucket, and of the smallest that has all seats."""
+        """(rows, seats) of the smallest mixed bucket, and of the smallest one with all seats."""
         seats = self.mixed_seats or (self.decode[-1],) * len(self.mixed)
         smallest = self.mixed[0], seats[0]
         of_all = next(pair for pair in zip(self.mixed, seats, strict=True) if pair[1] == seats[-1])
@@ -129,7 +129,7 @@ class StepShapes:
 
 @dataclass(frozen=True)
 class ServedShapes:
-    """Shapes that an engine's kernels compute on one device."""
+    """The shapes that an engine's kernels compute on one device."""
 
     attention: AttentionShapes
     norms: NormShapes
@@ -137,10 +137,10 @@ class ServedShapes:
     hidden_size: int  # E
     vocab_size: int  # V
     dtype: str  # of activations
-    matrices: tuple[Matrix, ...]  # the different ones of the layers
-    table: int  # rows of the embedding where it is the head too, else 0
-    mixtures: tuple[MixtureShape, ...] = ()  # the different ones of the layers
-    routing: Mixture | None = None  # how their experts are chosen
+    matrices: tuple[Matrix, ...]  # distinct matrices of the layers
+    table: int  # rows of the embedding table if it is also the output head, else 0
+    mixtures: tuple[MixtureShape, ...] = ()  # distinct mixtures of the layers
+    routing: Mixture | None = None  # how the mixtures choose experts
     delta_net: DeltaShape | None = None  # of recurrent layers
     other_attention: tuple[AttentionShapes, ...] = ()  # of layers with other heads
 
@@ -152,8 +152,8 @@ class ServedShapes:
 
 
 def distance(got: jax.Array | np.ndarray, want: np.ndarray) -> float:
-    """The largest distance of arrays [..., n], in root mean squares of want's rows; NaN:
-    infinite.
+    """The largest distance between arrays [..., n], in units of the root mean square of each row of
+    `want`; infinite if it is NaN.
     """
     wide = np.asarray(got).astype(np.float32)
     spread = np.sqrt(np.mean(want * want, axis=-1, keepdims=True))

@@ -1,6 +1,6 @@
-"""Routing of a step's rows to the experts of a mixture, and their blocks, in plain jax.numpy.
+"""Routing of a step's rows to the experts of a mixture, in blocks, in plain jax.numpy.
 
-Axes: T rows, X experts, C those that a row goes through, N blocks, B rows of a block; see
+Axes: T rows, X experts, C experts chosen per row, N blocks, B rows of a block; see
 `jitney.kernels.experts`.
 """
 
@@ -13,14 +13,16 @@ import jax.numpy as jnp
 
 from jitney.kernels.experts import ExpertBlocks
 
-#: Least divisor of shares, since those of sigmoids may all be 0.
+#: Least divisor when shares are normalised, since sigmoid scores may all be 0.
 LEAST_SUM = 1e-20
-#: Most rows of a step that are counted by a product with a [T, T] matrix.
+#: Most rows of a step for which a product with a [T, T] matrix counts rows per expert.
 _MOST_ROWS_COUNTED = 1024
 
 
 class Mixture(Protocol):
-    """How a mixture chooses experts; see the fields of the models' `ExpertsConfig`."""
+    """The settings by which a mixture chooses experts; see the fields of the models'
+    `ExpertsConfig`.
+    """
 
     @property
     def n_experts(self) -> int: ...
@@ -51,15 +53,15 @@ class Routes(NamedTuple):
 
     #: The rows at each place of the blocks, and the blocks' experts.
     blocks: ExpertBlocks
-    #: int32 [C, T]: where each row stands in the blocks of its experts, the one chosen first
-    #: before the others; N * B: nowhere.
+    #: int32 [C, T]: the place of each row in the blocks of its experts, best choice first; N * B:
+    #: in no block.
     places: jax.Array
-    #: float32 [C, T]: how much of these experts' answers it gets.
+    #: float32 [C, T]: the weights of these experts' outputs.
     shares: jax.Array
 
     @property
     def weights(self) -> jax.Array:
-        """float32 [N * B]: how much of the expert's answer the row at each place gets."""
+        """The weight of the expert's output for the row at each place, float32 [N * B]."""
         nothing = jnp.zeros(self.blocks.rows.shape, jnp.float32)
         return nothing.at[self.places].set(self.shares, mode="drop")
 
@@ -76,11 +78,11 @@ class Route(Protocol):
         bias: jax.Array | None = None,
         factors: jax.Array | None = None,
     ) -> Routes:
-        """numbers float32 [T, X or more], the router's, of which the first X are read. n_rows
-        int32: rows from there on pad the step, and go through no expert; an array [D]: so it is in
-        each of D equal parts of the rows. first: of the experts that are here, `mixture.own` of
-        them; they are numbered from there on. bias float32 [X], added to the scores that experts
-        are chosen by; factors [X], of their shares.
+        """Route the rows. numbers float32 [T, X or more]: router outputs, of which the first X are
+        read. n_rows int32: rows from `n_rows` on are padding and get no expert; an array [D] gives
+        one count for each of D equal parts of the rows. first: number of the first of the
+        `mixture.own` experts on this device, which is 0 in the blocks. bias float32 [X]:
+        added to the scores by which experts are chosen. factors [X]: multiply their shares.
         """
         ...
 
@@ -124,8 +126,8 @@ def route(
 def _chosen(
     numbers: jax.Array, mixture: Mixture, bias: jax.Array | None, factors: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """(shares float32, experts int32) of each row [T, C], those first that are chosen first;
-    arguments as in `Route`.
+    """(shares float32, experts int32) of each row, both [T, C], best choice first; arguments as in
+    `Route`.
     """
     if mixture.scoring == "softmax":
         scores = jax.nn.softmax(numbers, axis=-1)
@@ -145,8 +147,8 @@ def _chosen(
 
 
 def _of_best_clusters(choice: jax.Array, mixture: Mixture) -> jax.Array:
-    """choice [T, X], -inf where an expert's cluster is not among the row's best ones: the groups of
-    DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437).
+    """choice [T, X] with -inf for experts whose cluster is not among the row's best clusters: the
+    expert groups of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437).
     """
     clusters = choice.reshape(len(choice), mixture.clusters, -1)
     best, _ = jax.lax.top_k(clusters, min(mixture.cluster_best, clusters.shape[2]))
@@ -164,10 +166,11 @@ def _real_rows(n_padded: int, n_rows: jax.Array) -> jax.Array:
 
 
 def _rows_before(goes: jax.Array) -> jax.Array:
-    """goes bool [T, X], which rows go through which experts -> int32 [T, X], how many rows before
-    each do.
+    """goes bool [T, X]: whether each row uses each expert -> int32 [T, X]: the number of earlier
+    rows that use it.
 
-    Of few rows by a product, which a GPU runs as one kernel, where a sort or a running sum is many.
+    Few rows are counted by a matrix product, which a GPU runs as one kernel; a sort or a running
+    sum takes several.
     """
     ones = goes.astype(jnp.float32)
     n_rows = len(goes)

@@ -30,7 +30,7 @@ FP8, GREATEST_FP8 = jnp.float8_e4m3fn, 448.0
 class Int8(NamedTuple):
     """Weights [I, O] with a scale for each output."""
 
-    #: int8 [I, O], or as `Int8Products.pack` laid it out, or a `OneOf` of such.
+    #: int8 [I, O], or packed by `Int8Products.pack`, or a `OneOf` of packed matrices.
     kernel: jax.Array
     #: float32 [O].
     scale: jax.Array
@@ -39,16 +39,16 @@ class Int8(NamedTuple):
 class Fp8(NamedTuple):
     """Weights [I, O] with a scale for each output."""
 
-    #: float8_e4m3fn [I, O], or as `Fp8Products.pack` laid it out.
+    #: float8_e4m3fn [I, O], or packed by `Fp8Products.pack`.
     kernel: jax.Array
     #: float32 [O].
     scale: jax.Array
 
 
 def round_to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [T, I] -> (whole numbers from -127 to 127 in x's dtype [T, I], steps float32 [T, 1]).
+    """x [T, I] -> (integers from -127 to 127 in x's dtype [T, I], scales float32 [T, 1]).
 
-    The steps of a row with a number that is not finite are NaN, and so is its product.
+    The scale of a row with a non-finite number is NaN, and so is its product.
     """
     wide = x.astype(jnp.float32)
     most = _greatest_of_rows(wide)
@@ -57,9 +57,9 @@ def round_to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def round_to_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [T, I] -> (float8_e4m3fn [T, I], units float32 [T, 1]).
+    """x [T, I] -> (float8_e4m3fn [T, I], scales float32 [T, 1]).
 
-    The units of a row with a number that is not finite are NaN, and so is its product.
+    The scale of a row with a non-finite number is NaN, and so is its product.
     """
     wide = x.astype(jnp.float32)
     most = _greatest_of_rows(wide)
@@ -86,10 +86,10 @@ def matmul_fp8(
     rounded: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = round_to_fp8,
 ) -> jax.Array:
     """x [T, I], its rows rounded to fp8, times w, packed by `pack_fp8` -> [T, O] in `dtype`.
-    rounded: computes what `round_to_fp8` does.
+    rounded: a function like `round_to_fp8`.
 
-    The sums go through memory, in bfloat16 if `dtype` is. float16 would overflow: they reach I *
-    448 * 448. HIGHEST: otherwise an H100 adds fp8 products with 14 bits.
+    The sums are written to memory, in bfloat16 if that is `dtype`. float16 would overflow, since
+    they reach I * 448 * 448. Without HIGHEST, an H100 adds fp8 products with 14 bits.
     """
     codes, units = rounded(x)
     sums = jax.lax.dot_general(
@@ -103,8 +103,8 @@ def matmul_fp8(
 
 
 def _greatest_of_rows(x: jax.Array) -> jax.Array:
-    """x float32 [T, I] -> the greatest magnitude of each row, float32 [T, 1]; NaN of a row with a
-    number that is not finite.
+    """x float32 [T, I] -> the greatest magnitude of each row, float32 [T, 1]; NaN for a row with a
+    non-finite number.
     """
     most = jnp.max(jnp.abs(x), axis=1, keepdims=True)
     return jnp.where(jnp.isfinite(most), jnp.maximum(most, LEAST), jnp.nan)

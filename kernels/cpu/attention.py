@@ -85,8 +85,8 @@ def attend(
 ) -> jax.Array:
     """See `jitney.kernels.interface.Kernels.attend`; padding rows are zero.
 
-    q and pool of one dtype, bfloat16 or float32, and D and value_dim multiples of 16; the rest is
-    the reference's.
+    q and pool must have one dtype, bfloat16 or float32, and D and value_dim must be multiples of
+    16; otherwise the reference attends.
     """
     value_dim, sinks = options.get("value_dim", 0), options.get("sinks")
     plain = q.dtype == kv.dtype and q.dtype in _DTYPES

@@ -30,8 +30,8 @@ from pathlib import Path
 
 _NATIVE = Path(__file__).parent / "native"
 _BUILT = _NATIVE / "build"
-#: No -ffast-math, to keep NaN and infinity. No contraction: only explicit fused operations, the
-#: same in every compiler.
+#: No -ffast-math, to keep NaN and infinity. No contraction: only explicit operations are fused, so
+#: that all compilers give the same results.
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -68,7 +68,7 @@ class Level:
 
     name: str
     march: str  # as GCC and Clang name the CPU
-    features: tuple[str, ...]  # that the CPU's name does not include
+    features: tuple[str, ...]  # compiler features that `march` does not include
     needs: frozenset[str]  # flags of /proc/cpuinfo
     machine: str = "x86_64"
     #: Whether its kernels were compared with the reference's speed on such a CPU; if not, the first

@@ -1,4 +1,4 @@
-"""Recurrent layers for CPUs: what `native/delta_net.cc` serves, and what is the reference's."""
+"""Recurrent layers for CPUs: `native/delta_net.cc`, or the reference for unsupported shapes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jitney.kernels.cpu import library
 from jitney.kernels.delta_net import DeltaRows, DeltaSequences, DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta
 
-#: Numbers of a vector; a head is whole ones.
+#: Numbers per vector; heads must be multiples of it.
 _LANES = 16
-#: Of rows and taps.
+#: Supported dtypes of rows and taps.
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -26,10 +26,10 @@ def delta_net(
     *,
     eps: float,
 ) -> tuple[jax.Array, DeltaState]:
-    """See `jitney.kernels.interface.DeltaNet`; rows of padding are zero.
+    """See `jitney.kernels.interface.DeltaNet`; padding rows are zero.
 
-    Rows and taps of one dtype, bfloat16 or float32, and D and V multiples of 16; the rest is the
-    reference's.
+    Rows and taps must have one dtype, bfloat16 or float32, and D and V must be multiples of 16;
+    otherwise the reference computes the layer.
     """
     _, heads, dim, width = state.memory.shape
     if x.dtype not in _DTYPES or weights.taps.dtype != x.dtype or dim % _LANES or width % _LANES:
@@ -40,7 +40,7 @@ def delta_net(
         jax.ShapeDtypeStruct(state.taps.shape, state.taps.dtype),
         jax.ShapeDtypeStruct(state.memory.shape, state.memory.dtype),
     )
-    # The state is written where it lies.
+    # The state is updated in place.
     target = library.load().target("delta_net")
     call = jax.ffi.ffi_call(target, shapes, input_output_aliases={12: 1, 13: 2})
     taps, *others = weights
@@ -53,9 +53,10 @@ def delta_net(
 def recur(
     rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """See `jitney.kernels.delta_net.Recur`; what is read in rows of padding is 0.
+    """See `jitney.kernels.delta_net.Recur`; the output of padding rows is 0.
 
-    Rows without beta, D even and V a multiple of 16; the rest is the reference's.
+    Rows must have no beta, D must be even and V a multiple of 16; otherwise the reference computes
+    the layer.
     """
     _, _, dim, width = memory.shape
     if rows.beta is not None or dim % 2 or width % _LANES:
@@ -64,7 +65,7 @@ def recur(
         jax.ShapeDtypeStruct(rows.values.shape, jnp.float32),
         jax.ShapeDtypeStruct(memory.shape, memory.dtype),
     )
-    # The memory is written where it lies.
+    # The memory is updated in place.
     target = library.load().target("recur")
     call = jax.ffi.ffi_call(target, shapes, input_output_aliases={9: 1})
     where = sequences[:-1]

@@ -34,7 +34,7 @@ _HANDLERS = (
 
 
 class NoLibrary(RuntimeError):
-    """No compiled kernels can run here; the message has the reason and what to install."""
+    """No compiled kernels can run here; the message gives the reason and says what to install."""
 
 
 class _PanelLayout(NamedTuple):
@@ -56,8 +56,8 @@ class _Library:
     layout: _PanelLayout
     #: Whether XLA uses AMX and these kernels do not, since their compiler is too old.
     leaves_amx: bool = False
-    #: Seconds of the calls of each part of a step since loading, by part. Parallel calls add up to
-    #: more than the elapsed time.
+    #: Part of a step -> seconds spent in its calls since loading. Parallel calls add up to more
+    #: than the elapsed time.
     part_seconds: Callable[[], dict[str, float]] = dict
 
     @property
@@ -66,8 +66,8 @@ class _Library:
         return self.layout.bfloat16 > 0
 
     def target(self, handler: str) -> str:
-        """The custom call of one of HANDLERS. Its name says the level, so that no program is
-        mistaken for another's.
+        """The custom call's name for one of `_HANDLERS`. It includes the level, so that programs of
+        different levels are never confused.
         """
         return f"jitney_{handler}_{self.level}"
 
@@ -95,8 +95,8 @@ def load() -> _Library:
 
 
 def _available(levels: Sequence[Level]) -> Level:
-    """The greatest of some levels that has a current library, or gets one: an old compiler may know
-    some levels and not others. Raises NoLibrary with what is wrong with the greatest of all.
+    """The highest of these levels whose library is current or can be compiled: an old compiler may
+    support only some levels. Raises NoLibrary with the failure of the highest level.
     """
     first = levels[0]
     reason = ""
@@ -131,8 +131,8 @@ def _why_none(level: Level, reason: str) -> str:
 
 
 def _opened(level: Level) -> _Library:
-    """The library of a level, with its handlers registered; NoLibrary if this system or this jaxlib
-    refuses it.
+    """The library of a level, with its handlers registered. Raises NoLibrary if this system or this
+    jaxlib cannot load it.
     """
     try:
         return _register(level.library, level.name, level.leaves_amx)
@@ -141,9 +141,7 @@ def _opened(level: Level) -> _Library:
 
 
 def _register(path: Path, level: str, leaves_amx: bool = False) -> _Library:
-    """The library in a file; its handlers are known to XLA from now on, under names that say the
-    level.
-    """
+    """The library in a file. Registers its handlers with XLA under names that include the level."""
     code = ctypes.CDLL(str(path))
     numbers = (ctypes.c_int * len(_PanelLayout._fields)).in_dll(code, "jitney_panel_layout")
     library = _Library(level, _PanelLayout(*numbers), leaves_amx, _clock_of(code))
@@ -154,7 +152,7 @@ def _register(path: Path, level: str, leaves_amx: bool = False) -> _Library:
 
 
 def _clock_of(code: ctypes.CDLL) -> Callable[[], dict[str, float]]:
-    """A function that reads the times of a library's parts."""
+    """A function that reads the library's seconds for each part of a step."""
     first = ctypes.c_char.in_dll(code, "jitney_part_names")
     names = ctypes.string_at(ctypes.addressof(first)).decode().split(",")
     read = code.jitney_part_times

@@ -1,4 +1,4 @@
-"""RMS norms on the CPU. A row's sum has the same order of additions in every number of rows."""
+"""RMS norms on the CPU. The order of additions in a row does not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., E] / rms(x) * weight [E] -> x's dtype, in float32 and rounded once; x and weight
-    bfloat16 or float32, E a multiple of 16, else the reference's.
+    """x [..., E] / rms(x) * weight [E] -> x's dtype, computed in float32 and rounded once. x and
+    weight must be bfloat16 or float32, and E a multiple of 16; otherwise the reference computes it.
     """
     if not _served(x, weight):
         return reference.rms_norm(x, weight, eps)
@@ -31,8 +31,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def norm_sum(
     x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(x + added [T, E] in x's dtype, its norm in added's dtype: bfloat16, or x's). Supports what
-    `rms_norm` does.
+    """(x + added [T, E] in x's dtype, its norm in added's dtype: bfloat16, or x's). Supports the
+    same shapes and dtypes as `rms_norm`.
     """
     if added.dtype not in (x.dtype, jnp.bfloat16) or not _served(x, weight):
         return reference.norm_sum(x, added, weight, eps)

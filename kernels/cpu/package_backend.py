@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from setuptools import build_meta
-from setuptools.build_meta import (  # noqa: F401  (hooks that stay as they are)
+from setuptools.build_meta import (  # noqa: F401  (hooks that are not changed)
     build_sdist,
     get_requires_for_build_sdist,
     prepare_metadata_for_build_editable,

@@ -1,19 +1,19 @@
 """Products with weights, for CPUs.
 
-Where the CPU multiplies pairs of bfloat16, weights are packed once, when a model is loaded, in
-panels of pairs: any number of rows is multiplied with a panel as it lies, and a row's result is the
-same bits in every number of rows. Elsewhere, and in float32, weights stay as they come and are
-widened in registers; up to how many rows that is quicker than XLA's own product differs from one
-kind of CPU to the next (docs/decisions, 0107).
+If the CPU multiplies pairs of bfloat16, weights are packed once, when a model is loaded, in panels
+of pairs: any number of rows is multiplied with a panel as stored, and a row's result has the same
+bits for every number of rows. Otherwise, and in float32, weights are not packed and are widened in
+registers; up to how many rows this is faster than XLA's own product depends on the CPU
+(docs/decisions, 0107).
 
-Products of rows rounded to int8 with weights in int8 (`native/int8.cc`): weights are laid out once,
-when a model is loaded, in panels whose elements are four neighbouring inputs of a column, or eight
-where the CPU has ARM's I8MM. One instruction multiplies them there, and where the CPU has VNNI;
-elsewhere they are unpacked on the way. The instruction needs one unsigned operand, so weights are
-stored plus 128, and 128 times the sum of the row's codes is subtracted.
+Products of rows rounded to int8 with int8 weights (`native/int8.cc`): weights are packed once, when
+a model is loaded, in panels whose elements are four neighbouring inputs of a column, or eight if
+the CPU has ARM's I8MM. One instruction multiplies an element with I8MM or VNNI; other CPUs unpack
+the weights during the product. The instruction needs one unsigned operand, so weights are stored
+plus 128, and 128 times the sum of the row's codes is subtracted.
 
-Products with weights in MXFP4 (`native/mxfp4.cc`): they are laid out once in panels of bytes, and
-widened on their way, some thousand at a time.
+Products with MXFP4 weights (`native/mxfp4.cc`): weights are packed once in panels of bytes, and
+widened during the product, some thousand at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jitney.kernels.w8a8 import Int8
 #: Default of the most rows that these kernels multiply with unpacked weights: XLA packs such a
 #: matrix in each call, which costs more than the product for so few rows.
 USUAL_ROWS = 8
-#: Columns of the widest vector; rows of so many inputs are rounded to int8 at once.
+#: Numbers in the widest vector; rows are rounded to int8 by as many inputs at once.
 _LANES = 16
 
 
@@ -43,7 +43,7 @@ def pack(w: jax.Array, parts: int = 1) -> jax.Array:
     """w [I, O] -> panels [O / C, I / B, C, B] of C columns each, B neighbouring inputs side by
     side.
 
-    parts = 2: w is gates and what they gate, and a panel has C / 2 columns of each. Unchanged if
+    parts = 2: w is gates and ups, and a panel has C / 2 columns of each. w is returned unchanged if
     the CPU does not multiply such elements.
     """
     native = library.load()
@@ -53,8 +53,8 @@ def pack(w: jax.Array, parts: int = 1) -> jax.Array:
 
 
 def _in_panels(w: jax.Array, parts: int, beside: int) -> jax.Array:
-    """Like `pack`; w is unchanged if its inputs are no multiple of an element, or its columns no
-    multiple of a vector.
+    """Like `pack`, with elements of `beside` inputs; returns w unchanged if its inputs are not a
+    multiple of an element, or its columns not a multiple of a vector.
     """
     size_in, size_out = w.shape
     if size_in % beside or size_out % (_LANES * parts):
@@ -65,8 +65,8 @@ def _in_panels(w: jax.Array, parts: int, beside: int) -> jax.Array:
 
 
 def _panel_vectors(size_out: int, parts: int) -> int:
-    """Vectors of a panel's rows in each of its parts, which have `size_out` columns: as many as
-    divide them.
+    """Number of vectors in a panel's row, for each part of `size_out` columns: the greatest number
+    that divides the part.
     """
     most = library.load().layout.columns // _LANES // parts
     return max(d for d in range(1, most + 1) if size_out // _LANES % d == 0)
@@ -104,7 +104,7 @@ class _Products:
         self, x: jax.Array, w: jax.Array | OneOf, *, count: jax.Array | None = None
     ) -> jax.Array:
         """x [T, I] times w, [I, 2F] or packed in two parts -> silu(first half) * second half,
-        [T, F] in x's dtype. count: as of `matmul`.
+        [T, F] in x's dtype. count: as in `matmul`.
         """
         if w.ndim == 4:
             return _call_panels(x, w, jnp.bfloat16, count, gated=True)
@@ -128,27 +128,25 @@ class _Products:
         return call(x if pairs else x.astype(jnp.float32), table)
 
     def _are_ours(self, x: jax.Array, w: jax.Array) -> bool:
-        """Whether these kernels multiply: few rows, and a supported dtype of weights."""
+        """Whether these kernels compute the product: few rows and a supported dtype of weights."""
         return 1 <= x.shape[0] <= self.most_rows and w.dtype in (jnp.bfloat16, jnp.float32)
 
 
 @cache
 def up_to(most_rows: int) -> _Products:
-    """The products for up to `most_rows` rows; cached, since bound methods of equal objects are not
-    equal and would compile a step's layers again.
+    """The products for up to `most_rows` rows. Cached: bound methods of equal objects are not
+    equal, so a second object would compile a step's layers again.
     """
     return _Products(most_rows)
 
 
 def _operands(w: jax.Array | OneOf) -> tuple[jax.Array, ...]:
-    """Arguments that stand for weights in a call: the weights; of many, which one behind all
-    others.
-    """
+    """The arguments of a call for these weights: the matrix, or the stack and an index."""
     return (w.matrices, w.number) if isinstance(w, OneOf) else (w,)
 
 
 def _counted(x: jax.Array, count: jax.Array | None) -> jax.Array:
-    """int32: how many of x's first rows are multiplied, all of them if there is no count."""
+    """The number of x's first rows that are multiplied, int32; all rows if count is None."""
     return jnp.int32(x.shape[0]) if count is None else count
 
 
@@ -167,10 +165,10 @@ def _call_panels(
 
 def _pack_int8(w: jax.Array, parts: int = 1) -> jax.Array:
     """int8 w [I, O] -> panels int8 [O / C, I / B, C, B] of C columns each, B neighbouring inputs
-    side by side, 128 greater as uint8.
+    side by side; the bits are those of w + 128 as uint8.
 
-    parts = 2: w is gates and what they gate, and a panel has C / 2 columns of each. As it is where
-    inputs or outputs are no whole vectors.
+    parts = 2: w is gates and ups, and a panel has C / 2 columns of each. w is returned unchanged if
+    its inputs or outputs are not a multiple of a vector.
     """
     if w.shape[0] % _LANES:
         return w
@@ -179,7 +177,7 @@ def _pack_int8(w: jax.Array, parts: int = 1) -> jax.Array:
 
 
 def _shifted(w: jax.Array) -> jax.Array:
-    """The bits of w + 128 as uint8, still named int8: the sign bit turned over."""
+    """The bits of w + 128 as uint8, in dtype int8: w with the sign bit flipped."""
     return w ^ jnp.int8(-128)
 
 
@@ -220,13 +218,13 @@ def _call_int8(
     return call(x, weights, w.scale, _counted(x, count), *which, gated=gated)
 
 
-#: Both products of rows rounded to int8, and how their weights are laid out.
+#: Packing and both products for rows rounded to int8.
 INT8 = Int8Products(_pack_int8, _matmul_int8, _gated_int8)
 
 
 def _pack_mxfp4(w: Mxfp4, parts: int = 1) -> Mxfp4:
-    """Codes uint8 [P, I / 32, 16, C] of two neighbouring inputs each, and scales uint8 [P, I / 32,
-    1, C], of panels of C columns. As they are where outputs are no whole vectors.
+    """Pack into P panels of C columns: codes uint8 [P, I / 32, 16, C] of two neighbouring inputs
+    each, scales uint8 [P, I / 32, 1, C]. Unchanged if outputs are not a multiple of a vector.
     """
     del parts  # this format has no gated product
     blocks, size_out = w.scales.shape
@@ -262,5 +260,5 @@ def _matmul_mxfp4(
     return call(x, packed, scales, _counted(x, count), *which).astype(dtype)
 
 
-#: The product with weights in MXFP4, and how they are laid out.
+#: Packing and the product for MXFP4 weights.
 MXFP4 = Mxfp4Products(_pack_mxfp4, _matmul_mxfp4)

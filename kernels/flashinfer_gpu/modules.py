@@ -49,7 +49,7 @@ class Variant(NamedTuple):
     def registered(self) -> str:
         """Compile and register the variant; returns the target's name. Raises KernelError.
 
-        The first time FlashInfer runs nvcc for some minutes; later it uses its cache.
+        The first call takes some minutes, since FlashInfer runs nvcc; later calls use its cache.
         """
         return _registered(self)
 
@@ -74,7 +74,7 @@ def check_installed() -> None:
 def _registered(variant: Variant) -> str:
     try:
         _register(variant, _compiled(variant).paged_run, "gpu")
-    except Exception as error:  # whatever a compiler, a linker or an import may raise
+    except Exception as error:  # a compiler, a linker or an import may raise anything
         lines = str(error).strip().splitlines() or [""]
         raise KernelError(
             f"kernels flashinfer: {variant.target} could not be compiled: {type(error).__name__}: "
@@ -130,8 +130,8 @@ def _shim() -> Any:
 
 @contextmanager
 def _own_programs_first() -> Iterator[None]:
-    """Put the interpreter's folder first in PATH, since ninja is there, also without an active
-    environment.
+    """Put the interpreter's folder first in PATH, so that its ninja is found without an active
+    virtual environment.
     """
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])

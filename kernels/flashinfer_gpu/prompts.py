@@ -3,9 +3,9 @@
 FlashInfer's `plan` reads lengths on the host and uploads lists of tiles. Here the step computes the
 lists, whose sizes depend only on the step's shapes: nothing waits for the host, and one program
 runs every step of a bucket. The lists have FlashInfer's format (PrefillPlan and PrefillSM90Plan in
-its scheduler.cuh), as with CUDA graphs and without split contexts.
+its scheduler.cuh) for CUDA graphs and unsplit contexts.
 
-Axes as in `jitney.kernels.interface`; a tile is some query rows of one sequence.
+Axes as in `jitney.kernels.interface`; a tile is a block of query rows of one sequence.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FlashInferPrompts:
 
     @staticmethod
     def why_not(head_dim: int, dtype: str, pool_dtype: str, sinks: bool = False) -> str:
-        """Why FlashInfer does not support these heads, or "". dtype: of the queries."""
+        """The reason why FlashInfer does not support these heads, or "". dtype: of the queries."""
         if sinks:
             return "the variant of its kernels that is called here takes no attention sinks"
         if head_dim not in _HEAD_DIMS:
@@ -119,7 +119,7 @@ class _PageLists(NamedTuple):
     """
 
     q_starts: jax.Array  # [2S + 1] first query row of each request, then the end
-    page_starts: jax.Array  # [2S + 1] place in `pages` of each request's first one, then the end
+    page_starts: jax.Array  # [2S + 1] index in `pages` of each request's first page, then the end
     pages: jax.Array  # [S * P]
     last_lengths: jax.Array  # [2S] tokens in each request's last page
 
@@ -128,7 +128,7 @@ class _Tiles(NamedTuple):
     """The tiles of all prompts, int32; only the first `count` are used."""
 
     sequence: jax.Array  # [n]
-    number: jax.Array  # [n], counted in its sequence
+    number: jax.Array  # [n] index of the tile in its sequence
     count: jax.Array  # []
 
 
@@ -147,7 +147,7 @@ def _page_lists(meta: AttentionMeta, page_size: int) -> _PageLists:
 
 
 def _alternating(first: jax.Array, second: jax.Array, *last: jax.Array) -> jax.Array:
-    """first[0], second[0], first[1], second[1], ..., then the last."""
+    """first[0], second[0], first[1], second[1], ..., then `last`."""
     return jnp.concatenate([jnp.stack([first, second], axis=1).reshape(-1), *last])
 
 
@@ -165,8 +165,8 @@ def _tiled_plan(meta: AttentionMeta, n_rows: int, group: int, head_dim: int) -> 
     workspace, offsets = _one_behind_the_other(
         request,
         tiles.number,
-        jnp.zeros((most,), jnp.int32),  # the part of a context, which is not split
-        q_starts,  # outputs lie as queries do
+        jnp.zeros((most,), jnp.int32),  # the part of a context: always 0, not split
+        q_starts,  # outputs are stored like queries
         jnp.full((1,), _WHOLE_CONTEXT, jnp.int32),
         meta.cu_q[-1:],
         _bytes_in_words(valid),
@@ -186,7 +186,7 @@ def _tiled_plan(meta: AttentionMeta, n_rows: int, group: int, head_dim: int) -> 
         0,  # their outputs
         0,  # and sums
         mask,
-        1,  # as with CUDA graphs: lists are as long as they may become
+        1,  # as with CUDA graphs: lists have their greatest length
         0,  # contexts are not split
     )
     return _Plan(workspace, fields)
@@ -222,14 +222,14 @@ def _hopper_plan(
 
 
 def _packed_tile_rows(packed_rows: int, head_dim: int) -> int:
-    """Rows of all heads of a group in a tile; packed_rows: most rows of a sequence."""
+    """Rows of a tile, over all heads of a group; packed_rows: most rows of a sequence."""
     if packed_rows > 64 and head_dim < 256:
         return 128
     return 64 if packed_rows > 16 else 16
 
 
 def _tiles_of(meta: AttentionMeta, tile_rows: int, group: int, most: int) -> _Tiles:
-    """The tiles of the sequences that do not decode, in order; `most` places."""
+    """The tiles of the sequences that do not decode, in order; room for `most` tiles."""
     n_seqs = meta.kv_lens.shape[0]
     rows = (meta.cu_q[1:] - meta.cu_q[:-1]) * group
     rows = jnp.where(jnp.arange(n_seqs) < meta.counts[0], 0, rows)
@@ -241,7 +241,7 @@ def _tiles_of(meta: AttentionMeta, tile_rows: int, group: int, most: int) -> _Ti
 
 
 def _by_keys(meta: AttentionMeta, tiles: _Tiles, tile_rows: int) -> jax.Array:
-    """int32 [n], the tiles by number of keys, most first, unused ones last."""
+    """Indices of the tiles, int32 [n], sorted by number of keys, most first, unused ones last."""
     sequence = jnp.minimum(tiles.sequence, meta.kv_lens.shape[0] - 1)
     rows = meta.cu_q[sequence + 1] - meta.cu_q[sequence]
     end = jnp.minimum((tiles.number + 1) * tile_rows, rows)
@@ -251,8 +251,8 @@ def _by_keys(meta: AttentionMeta, tiles: _Tiles, tile_rows: int) -> jax.Array:
 
 
 def _dealt(count: jax.Array, most: int, processors: int) -> tuple[jax.Array, jax.Array]:
-    """Deal `count` pieces, at most `most`, to the processors: (int32 [processors + 1], the begin of
-    each list, then the end; int32 [most], the piece at each index).
+    """Deal `count` pieces, at most `most`, to the processors: (the start of each processor's list,
+    then the end, int32 [processors + 1]; the piece at each index, int32 [most]).
     """
     number = jnp.arange(processors, dtype=jnp.int32)
     rounds, rest = count // processors, count % processors
@@ -271,7 +271,7 @@ def _seat(number: jax.Array, turn: jax.Array, processors: int) -> jax.Array:
 
 
 def _intervals(ends: jax.Array, places: jax.Array) -> jax.Array:
-    """For each index the first interval that ends after it; their number if none does."""
+    """For each index the first interval that ends after it, or the number of intervals."""
     return jnp.searchsorted(ends, places, side="right", method="compare_all").astype(jnp.int32)
 
 
@@ -282,7 +282,7 @@ def _bytes_in_words(flags: jax.Array) -> jax.Array:
 
 
 def _one_behind_the_other(*lists: jax.Array) -> tuple[jax.Array, list[int]]:
-    """(int32, all lists, each aligned; byte offset of each)."""
+    """(all lists in one int32 array, each aligned; the byte offset of each list)."""
     parts, offsets, size = [], [], 0
     for each in lists:
         padding = -len(each) % (_ALIGNED // 4)

@@ -1,20 +1,19 @@
 """The Pallas kernel of ragged paged attention for TPUs: writes a step's keys and values, then
 attends.
 
-One program does the whole step. Its work is a list of items, each one query block of one sequence:
-the single row of a decoding sequence, or up to B rows of a prompt chunk. An item sweeps its
-sequence's keys in blocks of C, by an online softmax (Milakov and Gimelshein, arXiv 1805.02867) in
-base 2; while it computes on one block, the pages of the next are on their way from HBM into a ring
-of buffers, across the ends of items and sequences too, so that short contexts keep the memory as
+One program computes the whole step. Its work is a list of items, each one query block of one
+sequence: the single row of a decoding sequence, or up to B rows of a prompt chunk. An item reads
+its sequence's keys in blocks of C, with an online softmax (Milakov and Gimelshein, arXiv
+1805.02867) in base 2. While it computes on one block, the pages of the next are copied from HBM
+into a ring of buffers, also across items and sequences, so that short contexts keep the memory as
 busy as long ones.
 
-A block [C, R, W] is turned to [R, C, W] in registers, all heads at once: 2.2 cycles a key for 16
-rows of bfloat16 in the compiler's schedule for v5e, where reading one head after the other takes
-13.
+A block [C, R, W] is transposed to [R, C, W] in registers, all heads at once: 2.2 cycles a key for
+16 rows of bfloat16 in the compiler's schedule for v5e; reading one head after another takes 13.
 
-Where a row's keys are split follows from their positions alone, so a sequence's result never
-depends on its neighbours. Axes as in `jitney.kernels.interface`; R and W as in `pool_layout`, G =
-H // K, and M = G * B rows of a tile for B query rows, the rows of one query head together.
+A row's keys are split by their positions alone, so a sequence's result never depends on its
+neighbours. Axes as in `jitney.kernels.interface`; R and W as in `pool_layout`, G = H // K, and M =
+G * B rows of a tile for B query rows, the rows of one query head together.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from jax.typing import DTypeLike
 from jitney.kernels.pallas_tpu.work_order import Constants, Cursor, StepRefs, Walk
 
 _LOG2E = math.log2(math.e)
-#: Score of a key that a row must not see; finite, so that no NaN comes of it.
+#: Score of a key that a row must not see; finite, so that it causes no NaN.
 _HIDDEN = -1e30
 
 
 class _Ring(NamedTuple):
-    """Blocks of the pool on their way in."""
+    """Buffers for blocks of the pool that are being copied in."""
 
     pages: jax.Ref  # [depth, C, R, W]
     arrived: jax.Ref  # DMA semaphores [depth]
@@ -49,13 +48,13 @@ class _Buffers(NamedTuple):
     """Scratch memory of a sweep; B query rows, M = G * B."""
 
     ring: _Ring
-    rows: jax.Ref  # [depth, B, H, width]: query rows as they came
-    queries: jax.Ref  # [K, M, width]: of the item
-    top: jax.Ref  # float32 [K, M, 128]: running maximum, alike in all lanes
-    total: jax.Ref  # float32 [K, M, 128]: running sum, alike in all lanes
-    acc: jax.Ref  # float32 [K, M, width]
-    out: jax.Ref  # [2, B, H, width]
-    leaving: jax.Ref  # int32 [2] in SMEM: rows on their way out of each half of `out`
+    rows: jax.Ref  # [depth, B, H, width]: query rows as copied in
+    queries: jax.Ref  # [K, M, width]: queries of the item
+    top: jax.Ref  # float32 [K, M, 128]: running maximum, the same in all lanes
+    total: jax.Ref  # float32 [K, M, 128]: running sum, the same in all lanes
+    acc: jax.Ref  # float32 [K, M, width]: weighted values
+    out: jax.Ref  # [2, B, H, width]: two halves of results
+    leaving: jax.Ref  # int32 [2] in SMEM: rows being copied out of each half of `out`
     left: jax.Ref  # DMA semaphores [2]
 
 
@@ -68,9 +67,10 @@ def attention_kernel(
     counts: jax.Ref,
     *refs: jax.Ref,
 ) -> None:
-    """Body of the kernel. refs: [factors], [sinks], then pool, new, q, pool, q if it writes, the
-    last two being results in place of operands, else pool, q, q; then the ring, its semaphores and
-    one for writes."""
+    """Body of the kernel. refs: [factors], [sinks]; then pool, new, q, pool, q if it writes, else
+    pool, q, q, where the last ones are results that alias operands; then the ring, its semaphores
+    and a semaphore for writes.
+    """
     waiting = list(refs)
     factors = waiting.pop(0) if fixed.scaled else None
     sinks = waiting.pop(0) if fixed.sinks else None
@@ -91,7 +91,7 @@ def attention_kernel(
 
 
 def _clear(pages: jax.Ref, slot: jax.Array, _: None) -> None:
-    """Zeros in a block of the ring: a hidden key still meets its value, as 0 * v."""
+    """Fill a block of the ring with zeros: a hidden key still multiplies its value by 0."""
     pages[slot] = jnp.zeros(pages.shape[1:], pages.dtype)
 
 
@@ -132,14 +132,12 @@ def _begin(copy: _Copy) -> None:
 
 
 def _wait(copy: _Copy) -> None:
-    """Await a copy, of which only the size counts."""
+    """Wait for a copy, of which only the size matters."""
     copy.wait()
 
 
 def _write(fixed: Constants, step: StepRefs, wrote: jax.Ref) -> None:
-    """Copy the new rows into their pages, whole pages where rows fill one, and wait until all are
-    there.
-    """
+    """Copy the new rows into their pages, whole pages at once if possible, and wait for them."""
     _each_write(fixed, step, wrote, _begin)
     _each_write(fixed, step, wrote, _wait)
 
@@ -170,18 +168,18 @@ def _each_write(fixed: Constants, step: StepRefs, wrote: jax.Ref, act: _Act) -> 
 
 
 class _State(NamedTuple):
-    """Where a sweep is."""
+    """Position of a sweep."""
 
     at: Cursor  # the block that is computed on
-    ahead: Cursor  # the block whose pages are asked for
-    slot: jax.Array  # of the ring, of `at`
-    half: jax.Array  # of `out`, for the item's rows
+    ahead: Cursor  # the next block to copy in
+    slot: jax.Array  # slot of the ring that holds `at`
+    half: jax.Array  # half of `out` for the item's rows
 
 
 def _sweep(
     fixed: Constants, step: StepRefs, buffers: _Buffers, first: jax.Array, end: jax.Array
 ) -> None:
-    """Attend for sequences [first, end), one item after the other."""
+    """Attend for sequences [first, end), one item after another."""
     walk = Walk(fixed, step, buffers.rows.shape[1])
     for half in range(2):
         buffers.leaving[half] = 0
@@ -212,8 +210,8 @@ def _sweep(
 
 
 def _fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: jax.Array, act: _Act) -> None:
-    """Start, or await, the copies of a block's pages, and of the query rows if it is the item's
-    first.
+    """Start, or wait for, the copies of a block's pages, and of the query rows if it is the item's
+    first block.
     """
     page, step = walk.fixed.page, walk.step
     pages = walk.fixed.keys // page
@@ -240,14 +238,14 @@ def _fetch(walk: Walk, buffers: _Buffers, at: Cursor, slot: jax.Array, act: _Act
 
 
 def _by_rows(size: int, count: jax.Array, act: Callable[[jax.Array | int, int], None]) -> None:
-    """act(0, size) if `count` is all of `size` rows, else act(row, 1) for each."""
+    """Call act(0, size) if `count` equals `size`, else act(row, 1) for each row."""
     pl.when(count == size)(lambda: act(0, size))
     if size > 1:
         pl.when(count < size)(lambda: lax.fori_loop(0, count, lambda row, _: act(row, 1), None))
 
 
 def _start(step: StepRefs, buffers: _Buffers, slot: jax.Array) -> None:
-    """An item's queries by key head, and the softmax of nothing, or of its heads' sinks."""
+    """Arrange an item's queries by key head, and initialise its softmax, with sinks if any."""
     size = buffers.rows.shape[1]
     rows = buffers.rows[slot]  # [B, H, width]
     turned = rows[0] if size == 1 else jnp.swapaxes(rows, 0, 1)
@@ -272,7 +270,7 @@ def _attend(
     position: jax.Array,
     first: jax.Array,
 ) -> None:
-    """Add a block of keys, the first at position `first`, to the item's softmax."""
+    """Add a block of keys, whose first position is `first`, to the item's softmax."""
     keys, values = _by_head(fixed, buffers.ring.pages[slot], buffers.queries.dtype)  # [K, C, width]
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     multiply = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -312,8 +310,8 @@ def _capped(fixed: Constants, step: StepRefs, scores: jax.Array) -> jax.Array:
 
 
 def _hide(fixed: Constants, scores: jax.Array, distance: jax.Array) -> jax.Array:
-    """HIDDEN where a row must not see a key. distance: position of the tile's first row less that
-    of its first key.
+    """scores with `_HIDDEN` where a row must not see a key. distance: position of the tile's first
+    row minus that of its first key.
     """
     rows, size = scores.shape[1], scores.shape[1] // fixed.group
     key = lax.broadcasted_iota(jnp.int32, (1, rows, fixed.keys), 2)
@@ -326,7 +324,7 @@ def _hide(fixed: Constants, scores: jax.Array, distance: jax.Array) -> jax.Array
 
 
 def _lanes(x: jax.Array, width: int) -> jax.Array:
-    """x [K, M, 128], alike in all lanes -> [K, M, width]."""
+    """x [K, M, 128], the same in all lanes -> [K, M, width]."""
     if width > 128:
         return jnp.concatenate([x] * (width // 128), axis=2)
     return x[:, :, :width]
@@ -335,7 +333,7 @@ def _lanes(x: jax.Array, width: int) -> jax.Array:
 def _finish(
     fixed: Constants, step: StepRefs, walk: Walk, buffers: _Buffers, at: Cursor, half: jax.Array
 ) -> None:
-    """Send an item's rows out, once those of the item before last have left."""
+    """Start copying an item's rows out, once those of the item before last are copied."""
     _leave(step, buffers, half, jnp.int32(0), _wait)
     n_heads, width = fixed.n_heads, fixed.layout.width
     done = buffers.acc[...] / _lanes(buffers.total[...], width)
@@ -353,7 +351,7 @@ def _finish(
 def _leave(
     step: StepRefs, buffers: _Buffers, half: jax.Array | int, first_row: jax.Array, act: _Act
 ) -> None:
-    """Start, or await, the copies of one half of `out` to where its rows were read."""
+    """Start, or wait for, the copies of one half of `out` to the item's rows of q."""
 
     def copy_rows(row: jax.Array | int, count: int) -> None:
         source = buffers.out.at[half, pl.ds(row, count)]

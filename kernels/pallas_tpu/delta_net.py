@@ -1,16 +1,16 @@
-"""The Pallas kernel of gated delta nets for TPUs: the rows of each sequence through its memory, one
-after the other.
+"""The Pallas kernel of gated delta nets for TPUs: updates and reads the memory of each sequence row
+by row.
 
-A step's rows are cut into items: rows of one piece of a sequence that are in one tile of rows. An
-item's slot is read from main memory only where a sequence begins, and written only behind a piece.
-From item to item a sequence's memory stays in VMEM; that of the next one is on its way in
-meanwhile, and that of the last one on its way out. No sequence writes a slot that another one
+A step's rows are cut into items: rows of one piece of a sequence that are in one tile of rows. A
+slot is read from main memory only at a sequence's first item, and written only after a piece's last
+one. Between items a sequence's memory stays in VMEM; meanwhile the memory of the next sequence is
+copied in, and that of the previous one copied out. No sequence writes a slot that another one
 reads, so the order of these copies does not matter.
 
-A row does the same operations in the same order in every bucket: its numbers do not depend on how a
-prompt was cut, nor on the others. In the compiler's schedule for v6e a row takes 148 cycles a key
-head that three value heads share. Chunks of 64 rows by products in float32 take 106 a row, and 6806
-for a sequence's only row.
+A row does the same operations in the same order in every bucket: its result does not depend on how
+a prompt is cut, nor on other rows. In the compiler's schedule for v6e a row takes 148 cycles for a
+key head that three value heads share. Chunks of 64 rows with products in float32 would take 106 a
+row, and 6806 for a sequence's only row.
 
 Axes as in `jitney.kernels.delta_net`; N items, tiles of R rows.
 """
@@ -34,38 +34,38 @@ from jitney.kernels.pallas_tpu.interpreting import Interpret
 type _Index = jax.Array | int
 #: Rows and columns of a vector register.
 _SUBLANES, _LANES = 8, 128
-#: Rows of a tile at most: its keys and queries, as columns, are a register wide.
+#: Most rows of a tile: its keys and queries, as columns, fill the width of a register.
 _TILE = _LANES // 2
-#: Value heads whose rows are computed side by side: none waits for its own sums.
+#: Value heads that are computed side by side, so that none waits for its own sums.
 _SIDE_BY_SIDE = 6
-#: VMEM the kernel may take: the memory of a sequence five times, and tiles of rows.
+#: Most VMEM of the kernel, in bytes: five times the memory of a sequence, and tiles of rows.
 _VMEM = 56 << 20
 
 
 class _Items(NamedTuple):
-    """Where the rows and the memory of each item are: int32, or in the kernel references to it."""
+    """The rows and slots of each item: int32 arrays, or references to them in the kernel."""
 
-    #: [N + 1]: its first row; from the last item on, the end of all rows.
+    #: [N + 1]: the item's first row; after the last item, the end of all rows.
     first: jax.Array
-    #: [N]: the slot that its sequence begins from, and the one that its piece leaves behind.
+    #: [N]: the slot that the item's sequence starts from, and the one that its piece writes.
     reads: jax.Array
     writes: jax.Array
     #: [N] 1: a sequence begins; its memory is empty; a piece ends; else 0.
     begins: jax.Array
     empty: jax.Array
     ends: jax.Array
-    #: [1]: items; at least one, which without rows writes a slot as it read it.
+    #: [1]: number of items, at least 1; an item without rows writes its slot unchanged.
     count: jax.Array
 
     def present(self, number: _Index) -> jax.Array:
-        """The item of that number, or the last one: behind it nothing is brought."""
+        """The item of that number, or the last item, after which nothing is copied in."""
         return jnp.minimum(number, self.count[0] - 1)
 
     @classmethod
     def of(
         cls, sequences: DeltaSequences, count: jax.Array, n_rows: int, tile: int, n_slots: int
     ) -> _Items:
-        """The items of `count` rows in a bucket of `n_rows`, in tiles of so many."""
+        """The items of `count` rows in a bucket of `n_rows` rows, with tiles of `tile` rows."""
         owners, within, piece, begins = sequences.pieces_of_rows(n_rows)
         row = jnp.arange(n_rows)
         opens = ((within == begins) | (row % tile == 0)) & (row < count)
@@ -95,8 +95,8 @@ def recur(
     count: jax.Array,
     interpret: Interpret = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `jitney.kernels.delta_net.Recur`; rows of padding read zeros. XLA computes layers of
-    Mamba-2, and memories that are not of whole vectors.
+    """See `jitney.kernels.delta_net.Recur`; the output of padding rows is zero. XLA computes
+    Mamba-2 layers, and memories that are not whole vectors.
     """
     n_rows, n_heads = rows.decay.shape
     n_slots, _, dim, width = memory.shape
@@ -112,7 +112,7 @@ def recur(
     columns = jnp.concatenate([_as_columns(x, tile) for x in (keys, queries)], axis=3)
 
     def of_rows(*shape: int, memory_space: Any = None) -> pl.BlockSpec:
-        """A block of the array that has a block for each tile."""
+        """The block spec of an array with one block per tile."""
 
         def place(number: _Index, *refs: jax.Ref) -> tuple[_Index, ...]:
             own = _Items._make(refs)
@@ -156,15 +156,15 @@ def recur(
 
 
 def _as_columns(rows: jax.Array, tile: int) -> jax.Array:
-    """rows [T, G, D] -> [T / R, G, D, 64], those of a tile side by side."""
+    """rows [T, G, D] -> [T / R, G, D, 64], the rows of a tile as columns."""
     tiles = rows.reshape(-1, tile, *rows.shape[1:]).transpose(0, 2, 3, 1)
     return jnp.pad(tiles, ((0, 0), (0, 0), (0, 0), (0, _TILE - tile)))
 
 
 def _kernel(tile: int, *refs: jax.Ref) -> None:
-    """One item. refs: those of `_Items`; keys and queries as columns [1, G, D, 128], values
-    [R, H, V], decays and betas [R, 2 H], a slot's memory [1, H, D, V]; what is read [R, H, V], a
-    slot's memory behind the item [1, H, D, V]; the sequence's memory [H, D, V].
+    """Compute one item. refs: those of `_Items`; keys and queries as columns [1, G, D, 128], values
+    [R, H, V], decays and betas [R, 2 H], the slot's memory before [1, H, D, V]; the output
+    [R, H, V], the slot's memory after [1, H, D, V]; scratch for the sequence's memory [H, D, V].
     """
     items = _Items._make(refs[: len(_Items._fields)])
     columns, values, gates, before, read, after, kept = refs[len(items) :]
@@ -211,6 +211,6 @@ def _kernel(tile: int, *refs: jax.Ref) -> None:
 
 
 def _column(x: jax.Array, at: jax.Array) -> jax.Array:
-    """A column of x [D, 128] in all lanes."""
+    """Column `at` of x [D, 128], broadcast to all lanes."""
     lanes = jnp.full(x.shape, at, jnp.int32)
     return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")

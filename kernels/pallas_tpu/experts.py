@@ -1,20 +1,20 @@
-"""The Pallas kernels of the products with a mixture's experts for TPUs: all blocks of a step in one
-call each for what opens the experts' feed-forwards and for what closes them.
+"""The Pallas kernels of the products with a mixture's experts for TPUs: one call for the opening
+and one for the closing products of all blocks of a step.
 
-Axes as in `jitney.kernels.experts`. A program is one block of rows and one block of outputs, and
-blocks of rows follow each other: which expert's weights come next is read from scalar memory while
-the last ones are multiplied, and neighbouring blocks of one expert have its weights brought once.
-Blocks without rows name the last one that has some, so nothing is brought for them.
+Axes as in `jitney.kernels.experts`. A program computes one block of rows and one block of outputs,
+and iterates over blocks of rows first: it reads the number of the next expert from scalar memory
+while it multiplies with the previous one, and copies an expert's weights once for neighbouring
+blocks. Blocks without rows refer to the last block with rows, so nothing is copied for them.
 
-A TPU keeps an array so that whole vectors of 128 waste least: matrices whose columns are none, as
-Qwen3-30B-A3B's gates and ups on each of eight devices, lie the other way round. They are multiplied
-as they lie.
+A TPU stores an array in the order that pads vectors of 128 least: matrices whose columns are not
+whole vectors, such as Qwen3-30B-A3B's gates and ups on each of eight devices, are stored
+transposed. The kernel multiplies them as stored.
 
-Experts in MXFP4 are widened 128 inputs at a time, from one block's bytes to the rows of two
-halves: weights are small floats whose bits are moved into those of float32.
+Experts in MXFP4 are widened 128 inputs at a time; each byte gives a row in each half of a block.
+Weights are small floats whose bits are moved into those of float32.
 
 XLA gathers the rows: in bfloat16 two rows share each line of a TPU's memory, so that a kernel
-cannot take one of them by its number.
+cannot copy one of them by its index.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from jitney.kernels.pallas_tpu.interpreting import Interpret
 
 #: A number of a program in its grid, or of a block.
 type _Index = jax.Array | int
-#: Columns of a block of outputs are a multiple of this where they are not all.
+#: Columns of a block of outputs are a multiple of this, unless the block has all columns.
 _LANES = 128
-#: Bytes of weights in one program at most, unless a block of 128 columns has more: they are in VMEM
-#: twice, and 8-bit ones once more as they are widened.
+#: Most bytes of weights in one program, unless a block of 128 columns has more: they are in VMEM
+#: twice, and 8-bit weights once more after widening.
 _WEIGHTS = 8 << 20
-#: VMEM the kernel may take.
+#: Most VMEM of the kernel, in bytes.
 _VMEM = 56 << 20
-#: Inputs of an MXFP4 block that a byte's lower half has, as many as its upper half.
+#: Inputs of an MXFP4 block that are in the lower halves of bytes; the rest are in the upper halves.
 _HALF = Mxfp4.block // 2
 
 
@@ -83,9 +83,9 @@ def _call(
     out: tuple[int, int, DTypeLike],
     interpret: Interpret,
 ) -> jax.Array:
-    """x [N * B, I] times its blocks' experts -> what `combine` makes of the products, [N * B, O].
+    """x [N * B, I] times its blocks' experts -> `combine` of the products, [N * B, O].
 
-    out: O, how many matrices [I, O] lie side by side in one of the stack, and the dtype.
+    out: O, the number of matrices [I, O] side by side in a matrix of the stack, and the dtype.
     """
     size_out, matrices, dtype = out
     size_in = x.shape[1]
@@ -103,7 +103,7 @@ def _call(
     read = matrices // parts * width
 
     def add_matrices(arrays: jax.Array) -> None:
-        if not interpret:  # else XLA brings all experts' into VMEM first where they fit
+        if not interpret:  # else XLA copies all experts' weights into VMEM first if they fit
             arrays = pltpu.with_memory_space_constraint(arrays, pltpu.HBM)
         for part in range(parts):
             operands.append(arrays)
@@ -149,12 +149,12 @@ def _call(
 
 
 def _spec(n_experts: int, size_in: int, width: int, first: int, *, turned: bool) -> pl.BlockSpec:
-    """A block of `width` columns of the expert that a program multiplies; first: the block of
-    columns that is the program's first.
+    """The block spec of `width` columns of a program's expert; first: the index of the first
+    program's block of columns.
     """
 
     def place(tile: _Index, at: _Index, experts: jax.Ref, count: jax.Ref) -> tuple[_Index, ...]:
-        # Clipped: where no block holds rows, the first one names no expert.
+        # Clipped: if no block has rows, the first block refers to no expert.
         expert = jnp.minimum(experts[_at(at, count)], n_experts - 1)
         return (expert, first + tile, 0) if turned else (expert, 0, first + tile)
 
@@ -162,7 +162,7 @@ def _spec(n_experts: int, size_in: int, width: int, first: int, *, turned: bool)
 
 
 def _block_columns(size_out: int, column_bytes: int) -> int:
-    """Columns of a block: all, or as many whole vectors as divide them and fit."""
+    """Columns of a block: all, or the most whole vectors that divide them and fit."""
     if size_out % _LANES or size_out * column_bytes <= _WEIGHTS:
         return size_out
     vectors = size_out // _LANES
@@ -171,18 +171,18 @@ def _block_columns(size_out: int, column_bytes: int) -> int:
 
 
 def _at(at: _Index, count: jax.Ref) -> jax.Array:
-    """The block of rows that a program looks at: its own, or the last one that holds rows."""
+    """The block of rows that a program reads: its own, or the last block that has rows."""
     return jnp.minimum(at, jnp.maximum(count[0] - 1, 0))
 
 
 class _Fixed(NamedTuple):
     """Constants of a compiled kernel."""
 
-    #: What the products become.
+    #: Function from the products to the result.
     combine: Callable[..., jax.Array]
-    #: Matrices that a program reads.
+    #: Number of matrices that a program reads.
     parts: int
-    #: They are [O, I].
+    #: Whether the matrices are transposed, [O, I].
     turned: bool
     mxfp4: bool
     scaled: bool
@@ -190,8 +190,8 @@ class _Fixed(NamedTuple):
 
 
 def _kernel(fixed: _Fixed, experts: jax.Ref, count: jax.Ref, x: jax.Ref, *refs: jax.Ref) -> None:
-    """A block of rows and outputs. refs: the matrices, their scales and their biases if there are
-    any, the result; of MXFP4 scratch for scales and sums in float32.
+    """Compute a block of rows and outputs. refs: the matrices, their scales and their biases if
+    any, the result; for MXFP4 also scratch for scales and sums in float32.
     """
     waiting = list(refs)
 
@@ -218,8 +218,8 @@ def _kernel(fixed: _Fixed, experts: jax.Ref, count: jax.Ref, x: jax.Ref, *refs: 
 def _product_mxfp4(
     x: jax.Ref, packed: jax.Ref, scales: jax.Ref, steps: jax.Ref, sums: jax.Ref
 ) -> jax.Array:
-    """x [B, I] times MXFP4 [1, I // 2, W] with scales [1, I // 32, W], which may have more
-    rows, 128 inputs at a time, and what is left of them.
+    """x [B, I] times MXFP4 [1, I // 2, W] with scales [1, I // 32 or more, W], 128 inputs at a
+    time, then the remainder.
     """
     size_in = x.shape[1]
     steps[...] = powers(scales[0])
@@ -244,13 +244,13 @@ def _product_mxfp4(
 
 
 def _multiple(number: _Index, size: int) -> _Index:
-    """number * size, which the compiler is told."""
+    """number * size, with a hint to the compiler that it is a multiple of size."""
     return number * size if isinstance(number, int) else pl.multiple_of(number * size, size)
 
 
 def _small_floats(codes: jax.Array) -> jax.Array:
-    """The lowest four bits of int32, read as e2m1, in float32: exponent and fraction moved to their
-    places, but for 0 and 0.5.
+    """The lowest four bits of int32, read as e2m1, in float32: moves exponent and fraction to their
+    positions, except for 0 and 0.5.
     """
     size = codes & 7
     usual = lax.bitcast_convert_type((size << 22) + (126 << 23), jnp.float32)
@@ -269,7 +269,7 @@ def _product(rows: jax.Array, weights: jax.Array, turned: bool) -> jax.Array:
 
 
 def _open(activation: str, gates: jax.Array, *ups: jax.Array) -> jax.Array:
-    """Gates and ups, which may be one array; or ups alone."""
+    """Apply the activation to gates and ups, which may be one array, or to ups alone."""
     if activation in UNGATED:
         return UNGATED[activation](gates)
     if not ups:
