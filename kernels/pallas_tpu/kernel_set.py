@@ -24,17 +24,17 @@ from jitney.kernels.scales import as_stored, scales_of
 _SCALARS = 5
 #: Most VMEM of the kernel: v7x has 64 MiB, v5e and v6e have 128.
 _VMEM = 48 << 20
-#: Numbers of the query rows of a prompt's item, at most: some twenty times as many bytes go into
-#: VMEM with their sums, scores and results. Heads of 256 take all of it with 4096 rows.
+#: Most numbers in the query rows of a prompt's item: with their sums, scores and results they take
+#: some twenty times as many bytes of VMEM. Heads of 256 use all of it with 4096 rows.
 _TILE = 1 << 20
 #: Supported page sizes.
 _PAGES = 16, 32, 64, 128, 256
-#: SMEM for the page table: all three have 1 MiB.
+#: SMEM for the page table, in bytes: all three chips have 1 MiB.
 _SMEM = 900 << 10
-#: Chips on which a sum over devices should run beside half of a product (`KernelSet`). That way it
-#: passes through main memory, counted for 512 rows of an 8B model and a host of four chips: 47 MiB
-#: more a layer of a v7x, 13 us, which saves 24; 44 MiB of a v6e, 28 us, which saves 16. A v5e has
-#: nothing to run it.
+#: Chips on which a sum over devices should overlap with half of a product (`KernelSet`). The sums
+#: then pass through main memory. Computed for 512 rows of an 8B model and a host of four chips: a
+#: v7x moves 47 MiB more per layer, 13 us, and saves 24 us; a v6e 44 MiB, 28 us, and saves 16 us. A
+#: v5e has no unit that overlaps them.
 _SUMS_IN_HALVES = frozenset({"v7x"})
 
 
@@ -49,12 +49,12 @@ class _BlockSizes(NamedTuple):
 
     keys: int  # of a block
     depth: int  # blocks in memory at a time, one of them computed on
-    rows: int  # query rows times query heads of a prompt's item, at most
+    rows: int  # most query rows times query heads of a prompt's item
 
     @classmethod
     def on(cls, chip: str, key_bytes: int, page: int) -> _BlockSizes:
-        """The sizes on a chip ("" or unknown: any) for a pool with `key_bytes` a token, key and
-        value of all heads, and pages of so many tokens.
+        """The sizes on a chip ("" or unknown: any) for a pool with `key_bytes` per token (keys and
+        values of all heads) and pages of `page` tokens.
         """
         limits = _CHIPS.get(chip, _OTHER)
         keys = max(_MANY_KEYS if key_bytes <= _SMALL else _KEYS, page)
@@ -69,16 +69,16 @@ class _Chip(NamedTuple):
     rows: int  # as in `_BlockSizes`; float32 sums and scores of 2048 take 2 MiB each
 
 
-#: By chip: 819 GB/s and 240 operations a byte, 1,640 and 560, 3,690 (one of a chip's two devices)
-#: and 310.
+#: By chip, whose bandwidth and operations per byte are: 819 GB/s and 240; 1,640 and 560; 3,690 (one
+#: of a chip's two devices) and 310.
 _CHIPS = {
     "v5e": _Chip(2 << 20, 2048),
     "v6e": _Chip(4 << 20, 4096),
     "v7x": _Chip(8 << 20, 4096),
 }
-#: Defaults for other chips: enough bytes in flight for any, and rows that fit in any.
+#: Defaults for other chips: enough bytes in flight for every chip, and rows that fit in every chip.
 _OTHER = _Chip(8 << 20, 2048)
-#: Keys of a block; of those whose blocks would be short, and where that begins, in bytes of a key.
+#: Keys of a block; keys of a block of small keys; most bytes of a small key.
 _KEYS, _MANY_KEYS, _SMALL = 256, 512, 1024
 #: A ring deeper than this takes more time to fill than it saves.
 _DEEPEST = 12
@@ -131,12 +131,12 @@ class PallasKernels:
         meta: AttentionMeta,
         **options: Unpack[AttentionOptions],
     ) -> tuple[jax.Array, jax.Array]:
-        """See `jitney.kernels.interface.Kernels.paged_attention`; sums in float32, rows of padding
+        """See `jitney.kernels.interface.Kernels.paged_attention`; sums are in float32, padding rows
         are finite.
 
-        kv may have the interface's shape, or that of `pool_shape`, which is used
-        where it lies; the other one is copied there and back. Raises ValueError for what the kernel
-        cannot do.
+        kv may have the shape of `pool_shape`, which is used in place, or the interface's shape,
+        which is copied there and back. Raises ValueError for arguments that the kernel does not
+        support.
         """
         n_rows, n_kv, dim = k.shape
         layout = PoolLayout.of(n_kv, dim, kv.dtype.itemsize, options.get("value_dim", 0))
@@ -164,7 +164,9 @@ class PallasKernels:
         meta: AttentionMeta,
         **options: Unpack[AttentionOptions],
     ) -> jax.Array:
-        """See `jitney.kernels.interface.Kernels.attend`; kv of that shape, [N, page, 2K, D]."""
+        """See `jitney.kernels.interface.Kernels.attend`; kv has the interface's shape, [N, page,
+        2K, D].
+        """
         value_dim = options.get("value_dim", 0)
         n_kv = kv.shape[2] // (1 if value_dim else 2)
         layout = PoolLayout.of(n_kv, kv.shape[3], kv.dtype.itemsize, value_dim)
@@ -218,7 +220,7 @@ class PallasKernels:
         """Run the kernel: q [T, H, D], pool [N, page, R, W], new [T, R, W] -> (o [T, H, D],
         pool).
         """
-        if not self.interpret:  # else XLA brings a small pool into VMEM first, free pages too
+        if not self.interpret:  # else XLA copies a small pool into VMEM first, with its free pages
             pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
         queries = fixed.layout.queries(q)
         factors = [] if scales is None else [_by_lanes(scales, fixed.layout.heads)]
@@ -267,14 +269,14 @@ def _by_lanes(scales: jax.Array, heads: int) -> jax.Array:
 
 
 def _sinks_by_lanes(sinks: jax.Array, heads: int) -> jax.Array:
-    """sinks [H] -> the same in base 2, each alike in all lanes: [K, G, 128]."""
+    """sinks [H] -> [K, G, 128]: the same in base 2, broadcast over lanes."""
     in_base_2 = sinks.reshape(heads, -1, 1) * math.log2(math.e)
     return jnp.broadcast_to(in_base_2, (*in_base_2.shape[:2], PoolLayout.LANES))
 
 
 def _item_rows(q: jax.Array, meta: AttentionMeta, most: int) -> int:
-    """Query rows of a prompt's item, a power of two, `most` if each query head counted; 0 in a
-    bucket of as many rows as sequences: one of decode only.
+    """Query rows of a prompt's item, a power of two: at most `most` rows times query heads; 0 in a
+    decode-only bucket, which has as many rows as sequences.
     """
     n_rows, n_heads, _ = q.shape
     if n_rows == meta.kv_lens.shape[0]:

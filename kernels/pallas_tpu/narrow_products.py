@@ -24,7 +24,7 @@ from jitney.kernels import int4
 from jitney.kernels.int4 import Int4
 from jitney.kernels.pallas_tpu.interpreting import Interpret
 
-#: Inputs of a chunk, one per lane of a vector register; rows of bytes that hold them.
+#: Inputs of a chunk, one per lane of a vector register; number of byte rows that hold them.
 _CHUNK, _BYTES = 128, 64
 #: Outputs of a block, and the most rows and bytes of x in one.
 _OUTPUTS, _ROWS, _X_BYTES = 512, 512, 16 << 20
@@ -94,7 +94,7 @@ def _bits(scales: jax.Array) -> jax.Array:
 
 @cache
 def _chunk_order(group: int) -> np.ndarray:
-    """Kernel's order of a chunk's inputs -> index in the model's order."""
+    """The index in the model's order of each input of a chunk, in the kernel's order."""
     place = np.arange(_CHUNK)
     part, row, second = place // 32, place % 32 // 2, place % 2
     byte = 4 * row + 2 * second + part // 2
@@ -123,7 +123,7 @@ def _kernel(
     sums: jax.Ref,
     *refs: jax.Ref,
 ) -> None:
-    """A block of results. refs: [zeros], the result, scratch for the scales as float32."""
+    """Compute a block of results. refs: [zeros], the result, scratch for the scales as float32."""
     *zeros, out, steps = refs
     steps[...] = _widened_scales(scales[...], scale_type)
     groups = steps.shape[0]

@@ -23,13 +23,13 @@ class PoolLayout:
 
     #: Numbers in a row of a vector register.
     LANES: ClassVar[int] = 128
-    #: Rows of bytes in one, at four a lane.
+    #: Rows of bytes in a vector register, four per lane.
     BYTE_ROWS: ClassVar[int] = 4 * _SUBLANES
     heads: int  # K
     dim: int  # D
     rows: int  # R
     width: int  # numbers of a key, padded
-    value_dim: int = 0  # numbers of a key that are its value; 0: it is one of its own
+    value_dim: int = 0  # first numbers of a key that are its value; 0: values are stored separately
     parts: int = 1  # neighbouring rows that a key is cut into
 
     @classmethod
@@ -38,14 +38,14 @@ class PoolLayout:
         packed = value_dim > 0 or 2 * dim <= cls.LANES
         rows = _whole_tiles(heads if packed else 2 * heads, 4 // itemsize)
         width = cls._whole_vectors(dim)
-        # Rows that a tile has anyway, as two of a single key head in 16 bits, have parts of a key.
+        # If a tile has more rows than key heads (two in 16 bits), each row holds a part of a key.
         parts = rows // heads if value_dim else 1
         layout = cls(heads, dim, rows, width, value_dim, parts)
         return layout if layout.row_width < width else replace(layout, parts=1)
 
     @classmethod
     def _whole_vectors(cls, numbers: int) -> int:
-        """So many numbers or more, which fill rows of vector registers."""
+        """`numbers` rounded up to whole rows of vector registers."""
         return -(-numbers // cls.LANES) * cls.LANES
 
     @property
@@ -63,7 +63,7 @@ class PoolLayout:
 
     @property
     def planes(self) -> int:
-        """Rows for each key head in the interface's layout."""
+        """Rows per key head in the interface's layout."""
         return 1 if self.value_dim else 2
 
     def new_rows(self, new: jax.Array) -> jax.Array:
@@ -89,11 +89,11 @@ class PoolLayout:
         return pool[:, :, : 2 * self.heads, : self.dim]
 
     def queries(self, q: jax.Array) -> jax.Array:
-        """q [T, H, D] -> [T, H, width], with zeros where the pool's row is not the key."""
+        """q [T, H, D] -> [T, H, width], with zeros where the pool's row does not hold the key."""
         return jnp.pad(q, ((0, 0), (0, 0), (0, self.width - self.dim)))
 
     def values(self, o: jax.Array) -> jax.Array:
-        """The values' part of weighted sums of rows: [T, H, width] -> [T, H, D]."""
+        """The columns of values in weighted sums of rows: [T, H, width] -> [T, H, D]."""
         if self.value_dim:
             return o[:, :, : self.value_dim]
         first = self.dim if self.packed else 0

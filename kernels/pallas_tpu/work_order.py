@@ -1,6 +1,6 @@
 """The order of work of the Pallas attention kernel.
 
-Only scalar arithmetic on integers in SMEM; names and axes as in
+It needs only scalar arithmetic on integers in SMEM. Names and axes as in
 `jitney.kernels.pallas_tpu.attention`.
 """
 
@@ -25,13 +25,13 @@ class Constants:
     page: int  # tokens of a page
     keys: int  # C, keys of a block: a multiple of the page size
     depth: int  # blocks in the ring
-    block: int  # query rows of a prompt's item; 0 for a step of decode only
+    block: int  # query rows of a prompt's item; 0 for a decode-only step
     scale: float  # of the scores
     window: int  # positions that a row sees, its own included; 0: all
     softcap: float  # 0: none
     scaled: bool  # the pool is quantised
-    sinks: bool  # heads have scores that no key has
-    writes: bool  # the step's keys and values are still to be written
+    sinks: bool  # heads have attention sinks
+    writes: bool  # the kernel writes the step's keys and values first
 
     @property
     def group(self) -> int:
@@ -42,7 +42,7 @@ class Constants:
 class StepRefs(NamedTuple):
     """References to a step's inputs."""
 
-    # `AttentionMeta` but for the positions, int32 in SMEM.
+    # Fields of `AttentionMeta`, int32 in SMEM.
     kv_lens: jax.Ref  # [S]
     cu_q: jax.Ref  # [S+1]
     table: jax.Ref  # [S, P]
@@ -50,18 +50,18 @@ class StepRefs(NamedTuple):
     counts: jax.Ref  # [3] or [4]
     # Arrays in HBM.
     new: jax.Ref | None  # [T, R, W]
-    q: jax.Ref  # [T, H, width], and the output: each row is read before it is written
+    q: jax.Ref  # [T, H, width]; also the output: each row is read before it is written
     pool: jax.Ref  # [N, page, R, W]
     # In VMEM.
     factors: jax.Ref | None  # float32 [2, K, 1, 128] of keys and values
-    sinks: jax.Ref | None  # float32 [K, G, 128], in base 2, alike in all lanes
+    sinks: jax.Ref | None  # float32 [K, G, 128], in base 2, the same in all lanes
 
 
 class Cursor(NamedTuple):
     """A position in the work; int32."""
 
     seq: jax.Array  # of the step
-    row: jax.Array  # of the sequence's rows: the item's first one
+    row: jax.Array  # index in the sequence of the item's first row
     block: jax.Array  # of keys
 
 
@@ -74,7 +74,7 @@ class Walk:
     size: int  # B, query rows of an item
 
     def begin(self, seq: jax.Array) -> Cursor:
-        """A sequence's first item, at its first block."""
+        """The first item of a sequence, at its first block."""
         return Cursor(seq, jnp.int32(0), self.first_block(seq, jnp.int32(0)))
 
     def after(self, at: Cursor) -> Cursor:
@@ -94,7 +94,7 @@ class Walk:
         return (at.block + 1) * self.fixed.keys >= self.end_key(at.seq, at.row)
 
     def present(self, seq: jax.Array) -> jax.Array:
-        """The sequence, or any other one once all are done."""
+        """The sequence's index, clipped to a valid one once all sequences are done."""
         return jnp.minimum(seq, self.step.kv_lens.shape[0] - 1)
 
     def n_rows(self, seq: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ class Walk:
         return self.step.cu_q[seq + 1] - self.step.cu_q[seq]
 
     def before(self, seq: jax.Array) -> jax.Array:
-        """Keys of the sequence that earlier steps wrote: the position of its first query row."""
+        """Number of the sequence's keys from earlier steps: the position of its first query row."""
         return self.step.kv_lens[self.present(seq)] - self.n_rows(seq)
 
     def first_key(self, seq: jax.Array, row: jax.Array) -> jax.Array:

@@ -5,13 +5,12 @@ Flash-Decoding (Dao et al., 2023). Axes as in `jitney.kernels.interface`; G = H 
 share a key head and are packed into the rows of one tile, whatever G is; D is padded to a power of
 two inside the tile.
 
-SHARED: a key's first D numbers are its value, and REST more of it stand behind them, which only
-scores read: a tile of keys is read once for both products. There is one key head then, and K counts
-the tiles that its query heads are divided into. CELL: numbers of a position of the pool; STEP: from
-one key head's to the next one's.
+SHARED: a key's first D numbers are its value, followed by REST more numbers, which only scores
+read; a tile of keys is read once for both products. There is one key head then, and K is the number
+of tiles that its query heads are divided into. CELL: numbers per position of the pool; STEP:
+distance between neighbouring key heads in a position.
 
-A sequence's result never depends on its neighbours: where its keys are split follows from its own
-length alone.
+A sequence's result never depends on its neighbours: its keys are split by its own length alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import triton.language as tl
 
 #: exp(x) = exp2(x * LOG2E).
 _LOG2E = tl.constexpr(1.4426950408889634)
-#: Score of a key that a row must not see; finite, so that no NaN comes of it.
+#: Score of a key that a row must not see; finite, so that it causes no NaN.
 _HIDDEN = tl.constexpr(-1e30)
 
 
@@ -39,8 +38,8 @@ def _span_of(length, SPAN: tl.constexpr, SPLITS: tl.constexpr, DOUBLINGS: tl.con
 
 @triton.jit
 def _first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a decoding sequence of `length` keys starts to read: the block that holds its window's
-    first key.
+    """The first key that a decoding sequence of `length` keys reads: the start of the block that
+    holds its window's first key.
     """
     start = tl.zeros_like(length)
     if WINDOW > 0:
@@ -61,9 +60,9 @@ def _weigh(
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Weights [M, BLOCK_N] of the keys of positions `at` whose products with the queries are
-    `scores`, the rows' new tops [M], and the factors [M] that bring what was summed before to
-    these.
+    """(weights [M, BLOCK_N] of the keys at positions `at`, the rows' new maxima [M], the factors
+    [M] that rescale the earlier sums). scores [M, BLOCK_N]: products of the queries and these keys;
+    top [M]: maxima so far.
     """
     scores = scores * (k_scale * SCALE)
     if SOFTCAP > 0:
@@ -96,7 +95,7 @@ def _places_of(
     PAGE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Where in the pool the keys of a key head lie, of positions `at` of a sequence."""
+    """Offsets in the pool of a key head's keys at positions `at` of a sequence."""
     if MASKED:
         page = tl.load(table + at // PAGE, mask=at < high, other=0).to(tl.int64)
     else:
@@ -113,11 +112,11 @@ def _load_pairs(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Values of a pool whose numbers are a byte each, as `kind`: even and odd dims apart, [BLOCK_N,
+    """(even dims, odd dims) of the values in a pool of one-byte numbers, as dtype `kind`, [BLOCK_N,
     DP // 2] each.
 
-    They are read two by two, as numbers of 16 bits: so 16 bytes are copied at once, as for keys,
-    where the layout that a product of single bytes wants allows 8.
+    They are read in pairs, as 16-bit numbers: 16 bytes are then copied at once, as for keys; the
+    layout that a product of single bytes needs would allow only 8.
     """
     NUMBER: tl.constexpr = kv.dtype.element_ty
     pairs = kv.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -164,11 +163,11 @@ def _sweep(
     """Add the keys [low, high) of one sequence and key head to the running softmax (acc, odd, top,
     total) of a tile.
 
-    queries [M, DP] and their other numbers rest [M, RP], if there are any; position [M], table
-    points at the sequence's pages. MASKED: a row may not see
-    all of these keys, or high is no multiple of BLOCK_N. PAIRED: the pool's numbers are a byte
-    each, acc has the sums of even dims and odd those of the others, [M, DP // 2] each; else acc has
-    all of them, [M, DP], and odd is returned as it came.
+    queries [M, DP] and their remaining numbers rest [M, RP], if any; position [M]: of the rows;
+    table points at the sequence's pages. MASKED: a row may not see all of these keys, or high is
+    not a multiple of BLOCK_N. PAIRED: the pool's numbers are one byte each, acc has the sums of
+    even dims and odd those of odd dims, [M, DP // 2] each; else acc has all sums, [M, DP], and odd
+    is returned unchanged.
     """
     keys = low + tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
@@ -234,7 +233,9 @@ def _load_queries(
     REST: tl.constexpr,
     RP: tl.constexpr,
 ):
-    """Query heads [M, DP], and their REST numbers behind [M, RP]: `rows` of q, where known."""
+    """(query heads [M, DP], their REST further numbers [M, RP]) from `rows` of q; 0 where `known`
+    is false.
+    """
     starts = q + rows[:, None] * (D + REST)
     inside = known[:, None] & (dims < D)[None, :]
     queries = tl.load(starts + dims[None, :], mask=inside, other=0.0)
@@ -248,8 +249,8 @@ def _load_queries(
 
 @triton.jit
 def _unseen(sinks, heads, real, first, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
-    """(top, total) of rows that have seen no key: of nothing, or of their heads' sinks, which the
-    first split of a sequence counts.
+    """Initial (top, total) of rows that have seen no key; includes the heads' sinks in the first
+    split of a sequence.
     """
     top = tl.full((BLOCK_M,), _HIDDEN, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -300,14 +301,14 @@ def decode_attention(
     PAIRED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One query row per decoding sequence: q [T, H, D] -> o, or partial sums where a sequence has
+    """One query row per decoding sequence: q [T, H, D] -> o, or partial sums if a sequence has
     several splits.
 
-    PROGRAMS programs share a list of (sequence, split, key head) that holds real work only, so an
+    PROGRAMS programs share a list of (sequence, split, key head) with only real work, so an
     inert seat costs nothing; neighbours in the list read neighbouring heads of the same pages.
     SEATS is S padded to a power of two. part_o float32 [S, H, SPLITS, DP], part_stats float32 [S,
-    H, SPLITS, 2] (top, total). ALONE: the step has no prompt rows, and rows of absent sequences are
-    written as zero here. PAIRED: the pool's numbers are a byte each.
+    H, SPLITS, 2] (top, total). ALONE: the step has no prompt rows, so this kernel writes the rows
+    of absent sequences as zero. PAIRED: the pool's numbers are one byte each.
     """
     G: tl.constexpr = H // K
     WIDTH: tl.constexpr = DP // 2 if PAIRED else DP
@@ -406,8 +407,8 @@ def merge_splits(
     DOUBLINGS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Join the splits that `decode_attention` left; program (BLOCK_D dims of a query head,
-    sequence). All splits are read at once: one after the other, each would wait for the memory.
+    """Join the splits of `decode_attention`; program (BLOCK_D dims of a query head, sequence). It
+    reads all splits at once: one after another, each read would wait for the memory.
     """
     seq = tl.program_id(1)
     if seq >= tl.load(counts):
@@ -465,11 +466,11 @@ def prompt_attention(
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows of prompt chunks: q [T, H, D] -> o; program (key head, block of BLOCK_M // G rows of one
-    sequence).
+    """Attention of the rows of prompt chunks: q [T, H, D] -> o; program (key head, block of
+    BLOCK_M // G rows of one sequence).
 
-    The launch is the upper bound T // rows + S: programs past the real blocks write the padding
-    rows as zero. The last blocks of a sequence see the most keys, so they go first.
+    The number of blocks launched is the upper bound T // rows + S: programs past the real blocks
+    write the padding rows as zero. The last blocks of a sequence see the most keys and run first.
     """
     G: tl.constexpr = H // K
     BLOCK_T: tl.constexpr = BLOCK_M // G

@@ -1,6 +1,6 @@
-"""Triton kernels of recurrent layers: the rows of each sequence through its memory, in chunks or
-one after the other; and the row of a sequence that decodes, of a delta net from the convolution to
-the gates in two kernels, of Mamba-2 up to what is read in two.
+"""Triton kernels of recurrent layers. `pass_rows` updates and reads the memory of each sequence, in
+chunks or row by row. For the row of a sequence that decodes, two kernels compute a gated delta net
+from the convolution to the gates, and two others Mamba-2 up to the output of each head.
 
 Axes as in `jitney.kernels.delta_net`; D and V are padded to powers of two.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _passed(kept, query, key, value, decay, beta, CORRECTS: tl.constexpr):
-    """(memory kept [D, V] once a row has passed, what it reads [V])."""
+    """(memory [D, V] after one row, the row's output [V])."""
     kept = kept * decay
     if CORRECTS:
         value = (value - tl.sum(kept * key[:, None], 0)) * beta
@@ -25,9 +25,10 @@ def _passed(kept, query, key, value, decay, beta, CORRECTS: tl.constexpr):
 
 @triton.jit
 def _product(a, b):
-    """a [..., M, K] times b [..., K, N] on tensor cores, as exact as in float32: each number is the
-    sum of two of TensorFloat-32. With one, which has 11 bits, what a row reads is off by up to 0.02
-    of it where keys are alike; with two of bfloat16 by 3e-4, with these by 1e-5.
+    """a [..., M, K] times b [..., K, N] on tensor cores, about as exact as in float32: each number
+    is the sum of two TensorFloat-32 numbers. With similar keys the relative error of a row's output
+    is up to 0.02 with one TensorFloat-32 number (11 bits), 3e-4 with two bfloat16 numbers, and 1e-5
+    with two TensorFloat-32 numbers.
     """
     return tl.dot(a, b, input_precision="tf32x3")
 
@@ -36,11 +37,11 @@ def _product(a, b):
 def _chunk_passed(
     kept, query, key, value, since, until, shares, changes, inside, CORRECTS: tl.constexpr
 ):
-    """(memory kept [P, D / P, V] once a chunk of rows has passed, what they read [N, V]); query,
-    key [P, N, D / P], value [N, V]: those that are not `inside` [N] are zeros.
+    """(memory [P, D / P, V] after a chunk of rows, the rows' outputs [N, V]). query and key [P, N,
+    D / P], value [N, V] are zero for rows that are not `inside` [N].
 
-    Dims are in P parts, of which warps multiply one each. since, until, shares and where `changes`
-    are: see `weigh_chunks`.
+    Dims are divided into P parts, one for each warp. since, until, shares and the pointers
+    `changes`: see `weigh_chunks`.
     """
     own = tl.sum(_product(query, kept), 0) * since[:, None]
     if CORRECTS:
@@ -80,20 +81,20 @@ def weigh_chunks(
     FEW: tl.constexpr,
     CORRECTS: tl.constexpr,
 ):
-    """How the rows of a chunk act upon each other, for `pass_rows`, which has the other parameters;
-    program (block of FEW rows, value head): the chunk that has the block's first row, unless it has
-    that of an earlier block too, or fewer than FEW rows.
+    """Compute the influence of a chunk's rows on each other for `pass_rows`, which explains the
+    other parameters. Program (block of FEW rows, value head) computes the chunk of the block's
+    first row, unless an earlier block's first row is in it too, or it has fewer than FEW rows.
 
     Row i changes the memory at its key by u_i = beta_i (r_i - the sum over j < i of d_ij (k_i k_j)
-    u_j): r_i is its value less what is left at its key of the memory of before the chunk, d_ij the
-    decay from behind row j to row i. So u = (I + L)^-1 diag(beta) r = `changes` r (the UT transform
-    of Yang et al. 2024, arXiv 2412.06464). Beside that memory row i reads the sum over j <= i of
-    d_ij (q_i k_j) u_j, `shares` r of all rows. Without a correction u is r, the values.
+    u_j). r_i is its value minus the decayed old value at its key from before the chunk; d_ij is the
+    decay from after row j to row i. So u = (I + L)^-1 diag(beta) r = `changes` r (the UT transform
+    of Yang et al. 2024, arXiv 2412.06464). In addition to the old memory, row i reads the sum over
+    j <= i of d_ij (q_i k_j) u_j, which is `shares` r. Without a correction u is r, the values.
 
-    since, until [T, H]: how much is left of the memory of before the chunk behind each row, and of
-    a row's change behind the chunk. shares, changes [T, H, CHUNK]: the latter where CORRECTS.
-    log_decay [T, H]. DIMS: of keys, at a time. SEQUENCES, PIECES: S and K, padded. DOUBLINGS: CHUNK
-    is 2 to this.
+    since, until [T, H]: factors by which the memory from before the chunk has decayed after each
+    row, and by which a row's change decays until the end of the chunk. shares, changes [T, H,
+    CHUNK]: changes only if CORRECTS. log_decay [T, H]. DIMS: dims of keys at a time. SEQUENCES,
+    PIECES: S and K, padded. CHUNK is 2 ** DOUBLINGS.
     """
     row = tl.program_id(0) * FEW
     head = tl.program_id(1)
@@ -132,7 +133,7 @@ def weigh_chunks(
     of_head = rows * H + head
     logs = tl.load(log_decay + of_head, mask=inside, other=0.0)
     later = places[:, None] > places[None, :]
-    # Each span is summed by itself: differences of two long sums lose what is small.
+    # Each span is summed separately: differences of two long sums lose small terms.
     spans = tl.cumsum(tl.where(later, logs[:, None], 0.0), 0)
     decay = tl.where(later, tl.exp(spans), (places[:, None] == places[None, :]).to(tl.float32))
     tl.store(since + of_head, tl.exp(tl.cumsum(logs, 0)), mask=inside)
@@ -144,8 +145,8 @@ def weigh_chunks(
     if CORRECTS:
         rate = tl.load(beta + of_head, mask=inside, other=0.0)
         lower = tl.where(later, alike * decay * rate[:, None], 0.0)
-        # The inverse of blocks twice as large, from those of their halves. The series of powers has
-        # terms up to 3e8 where keys are alike, and loses all digits.
+        # Each round inverts blocks twice as large from the inverses of their halves. The power
+        # series would have terms up to 3e8 for similar keys, and lose all digits.
         inverse = (places[:, None] == places[None, :]).to(tl.float32)
         for doubling in tl.static_range(DOUBLINGS):
             halves = places >> doubling
@@ -178,7 +179,7 @@ def _rows_passed(
     V: tl.constexpr,
     CORRECTS: tl.constexpr,
 ):
-    """The memory kept once rows from `begin` up to `end` have passed, one after the other; see
+    """The memory after the rows from `begin` up to `end`, computed one after another; see
     `pass_rows`.
     """
     group = head // (H // G)
@@ -232,18 +233,19 @@ def pass_rows(
     FEW: tl.constexpr,
     CORRECTS: tl.constexpr,
 ):
-    """queries and keys [T, G, D], values [T, H, V], decay and beta [T, H] through memory
-    [M, H, D, V], in place, to read [T, H, V], all float32; program (sequence, value head, block of
-    columns), which keeps its part of the memory in registers.
+    """Update memory [M, H, D, V] in place with the rows, and write their outputs to read [T, H, V].
+    queries and keys [T, G, D], values [T, H, V], decay and beta [T, H]; all float32. Program
+    (sequence, value head, block of columns) keeps its part of the memory in registers.
 
     ends [S + 1], stops, reads and writes [S, K], starts [S]: see `DeltaSequences`. DIMS, COLUMNS:
-    D, and columns of a block, padded. CORRECTS: beta is read, and values replace what is known at
+    D, and columns of a block, padded. CORRECTS: beta is read, and values replace the old values at
     their keys.
 
-    A piece's rows from one position that CHUNK divides to the next are a chunk and pass at once, by
-    what `weigh_chunks` found, so that they have the same bits in any step that has all of them;
-    fewer than FEW pass one after the other. CHUNK 0: so do all, and those arrays are not read.
-    PART: dims that a warp multiplies of a chunk.
+    Chunks begin at positions that CHUNK divides. The rows of a piece in one chunk are computed at
+    once from the results of `weigh_chunks`, so that they have the same bits in any step that has
+    all of them; fewer than FEW rows are computed one after another. CHUNK 0: all rows are computed
+    one after another, and since, until, shares and changes are not read. PART: dims of a chunk that
+    one warp multiplies.
     """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -270,7 +272,7 @@ def pass_rows(
         many = end
         behind = end
         if CHUNK > 0:
-            # Rows before `many` and from `behind` on are few of their chunks.
+            # Chunks before `many` and from `behind` on have fewer than FEW rows of the piece.
             many = tl.minimum(end, zero + tl.cdiv(begin - zero, CHUNK) * CHUNK)
             behind = tl.maximum(many, zero + (end - zero) // CHUNK * CHUNK)
             many = tl.where(many - begin < FEW, many, begin)
@@ -348,8 +350,9 @@ def pass_rows(
 def _sum_of_taps(
     newest, taps, weights, channels, inside, start, again, C: tl.constexpr, W: tl.constexpr
 ):
-    """Some channels' convolution of a row; newest: the row's own inputs, float32, taps: of its
-    slot. Whether the row is among the taps already is not awaited: one more of them is read.
+    """The convolution of some channels for a row. newest: the row's own inputs, float32; taps: of
+    the row's slot. It reads one tap more than needed, so that no load waits for `again`, which says
+    whether the row is among the taps already.
     """
     wide = tl.load(weights + (W - 1) * C + channels, mask=inside, other=0.0).to(tl.float32)
     total = newest * wide
@@ -365,7 +368,7 @@ def _sum_of_taps(
 
 @triton.jit
 def _convolved(x, taps, weights, channels, inside, start, again, C: tl.constexpr, W: tl.constexpr):
-    """The silu of some channels' convolution of a row x; see `_sum_of_taps`."""
+    """silu of the convolution of some channels for a row x; see `_sum_of_taps`."""
     newest = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32)
     total = _sum_of_taps(newest, taps, weights, channels, inside, start, again, C, W)
     return total * tl.sigmoid(total)
@@ -375,7 +378,7 @@ def _convolved(x, taps, weights, channels, inside, start, again, C: tl.constexpr
 def _convolved_with_bias(
     x, taps, weights, bias, channels, inside, start, again, C: tl.constexpr, W: tl.constexpr
 ):
-    """The same with a bias before the silu."""
+    """`_convolved` with a bias before the silu."""
     newest = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32)
     total = _sum_of_taps(newest, taps, weights, channels, inside, start, again, C, W)
     total += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
@@ -395,8 +398,8 @@ def _keep_inputs(
     W: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """Leave a row's inputs of some channels, float32, and the W - 1 before it, which are among the
-    taps at `before`, in those at `behind`, which may be the same. TAPS: W, padded.
+    """Write a row's inputs of some channels, float32, and the W - 1 inputs before it, read from the
+    taps at `before`, to the taps at `behind`, which may be the same. TAPS: W, padded.
     """
     places = tl.arange(0, TAPS)[:, None]
     older = (places < W - 1) & (start >= W - 1 - places)
@@ -410,9 +413,9 @@ def _keep_inputs(
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), exact where it is small, too: a memory that decays slowly has such rates."""
+    """log(1 + exp(x)), also exact for small results, which a slowly decaying memory needs."""
     small = tl.exp(-tl.abs(x))
-    more = 1.0 + small  # what it lost of `small`, its log lost alike
+    more = 1.0 + small  # the rounding error of `more` cancels in log(more) / (more - 1)
     log = tl.where(more == 1.0, small, tl.log(more) * small / (more - 1.0))
     return tl.maximum(x, 0.0) + log
 
@@ -446,13 +449,14 @@ def pass_row(
     SCALE: tl.constexpr,
     NORM_EPS: tl.constexpr,
 ):
-    """A row of each sequence, whose inputs of the convolution begin a row of x [T, X], with its
-    rates float32 [T, 2 H] through memory [M, H, D, V], in place, to read [T, H, V], and again [S]:
-    see `DeltaSequences`; program (sequence, value head, block of columns), as in `pass_rows`.
+    """Update memory [M, H, D, V] in place with one row of each sequence; write its output to read
+    [T, H, V], and again [S] (see `DeltaSequences`). A row of x [T, X] begins with the inputs of the
+    convolution; rates float32 [T, 2 H]. Program (sequence, value head, block of columns), as in
+    `pass_rows`.
 
     weights [W, C] of the convolution, log_decay and rate_bias [H]: see `DeltaWeights`. taps
-    [M, W, C] and lengths [M] of before the step, which `close_row` writes behind it: programs that
-    share a key head each convolve its query and key. SCALE: of queries.
+    [M, W, C] and lengths [M] are from before the step; `close_row` updates them afterwards, since
+    all programs of a key head convolve its query and key. SCALE: factor of queries.
     """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -520,9 +524,9 @@ def close_row(
     CHANNELS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Behind `pass_row`: norms what is read [T, H, V], which gates of x open, to o [T, H V], and
-    keeps the row in taps [M, W, C] and lengths [M], in place; program (sequence, value head), which
-    has a block of the channels, too.
+    """Finish `pass_row`: norm read [T, H, V], multiply it by the gates in x, write o [T, H V], and
+    add the row to taps [M, W, C] and lengths [M], in place. Program (sequence, value head); each
+    also writes a block of the channels.
 
     COLUMNS, TAPS: V and W, padded. CHANNELS: of a block.
     """
@@ -585,9 +589,9 @@ def pass_mamba_row(
     SHORTEST: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
-    """`pass_row` of Mamba-2: a row x [T, X] has the inputs of the convolution, values, keys and
-    queries, then a step of each head, which is clamped to SHORTEST and LONGEST; weights, bias [C],
-    log_decay, rate_bias and skip [H]: see `MambaWeights`. BIASED: bias is read.
+    """`pass_row` for Mamba-2: a row of x [T, X] has the inputs of the convolution (values, keys and
+    queries), then a time step for each head, which is clamped to SHORTEST and LONGEST. weights,
+    bias [C], log_decay, rate_bias and skip [H]: see `MambaWeights`. BIASED: bias is read.
     """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -656,7 +660,7 @@ def keep_row(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Behind `pass_mamba_row`: keeps the row in taps [M, W, C] and lengths [M], in place; program
+    """Finish `pass_mamba_row`: add the row to taps [M, W, C] and lengths [M], in place; program
     (sequence, block of channels).
     """
     sequence = tl.program_id(0)

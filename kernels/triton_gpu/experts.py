@@ -1,9 +1,9 @@
-"""Triton kernels of the products with a mixture's experts: all blocks of a step in one launch each
-for what opens the experts' feed-forwards and for what closes them.
+"""Triton kernels of the products with a mixture's experts: one launch for the opening and one for
+the closing products of all blocks of a step.
 
-Axes as in `jitney.kernels.experts`. There are as many programs as all blocks could need; those of
-blocks without rows end at once, so that a step is one program whatever its rows choose. Weights
-stay narrow up to the registers.
+Axes as in `jitney.kernels.experts`. The launch has as many programs as all blocks could need;
+programs of blocks without rows end at once, so that one compiled step serves any routing. Weights
+are widened only in registers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _CLAMP, _CLAMPED_SLOPE = tl.constexpr(CLAMP), tl.constexpr(CLAMPED_SLOPE)
 
 @triton.jit
 def _as_multiplied(weights, dtype: tl.constexpr):
-    """Weights in dtype, exactly; uint8: the bits of float8_e4m3fn, which an A100 does not know."""
+    """Weights converted exactly to dtype. uint8 holds the bits of float8_e4m3fn, which an A100 does
+    not support.
+    """
     wide = weights
     if weights.dtype == tl.uint8:
         wide = widened(weights, dtype)
@@ -30,7 +32,7 @@ def _as_multiplied(weights, dtype: tl.constexpr):
 
 @triton.jit
 def _rows_of(lines, inputs, real, SIZE_IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Inputs of rows, 0 of padding rows. Whole tiles are read without a mask, which would take
+    """Inputs of rows, 0 for padding rows. Whole tiles are read without a mask, which would use
     registers.
     """
     read = real[:, None]
@@ -50,7 +52,7 @@ def _weights_of(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of an expert's weights in dtype, asked for likewise."""
+    """A tile of an expert's weights in dtype; whole tiles are read without a mask."""
     if (SIZE_IN % BLOCK_K == 0) & (SIZE_OUT % BLOCK_N == 0):
         found = tl.load(cells)
     else:
@@ -61,11 +63,11 @@ def _weights_of(
 
 @triton.jit
 def _of_halves(codes, powers, dtype: tl.constexpr):
-    """e2m1 in the lowest four bits of codes, times powers that are 2**14 times as great, in dtype,
-    exactly.
+    """The e2m1 numbers in the lowest four bits of codes times their scales, exactly, in dtype;
+    powers: the scales times 2**14.
 
-    Moved into the bits of float16 a number is 2**14 times too small, and of 0.5 subnormal, which
-    the conversion honours.
+    Moved into the bits of float16, a number is 2**14 times too small, and 0.5 becomes subnormal,
+    which the conversion keeps.
     """
     bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
     return (bits.to(tl.float16, bitcast=True).to(tl.float32) * powers).to(dtype)
@@ -87,9 +89,9 @@ def _add_mxfp4(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc, and what BLOCK_K inputs of rows from `first` on add to outputs `outs`: codes and scales
-    of an expert as in `jitney.kernels.mxfp4`, of COLUMNS outputs. A byte has an input of a block's
-    first half and one of its second: two products.
+    """acc plus the product of BLOCK_K inputs from `first` on for the outputs `outs`. codes and
+    scales: an expert's, as in `jitney.kernels.mxfp4`, with COLUMNS outputs. A byte holds an input
+    of a block's first half and one of its second half, so there are two products.
     """
     BLOCKS: tl.constexpr = BLOCK_K // 32
     halves = tl.arange(0, BLOCK_K // 2)
@@ -102,7 +104,7 @@ def _add_mxfp4(
     both = tl.load(cells, mask=(inputs < SIZE_IN)[:, None] & inside[None, :], other=0)
     known = (blocks < SIZE_IN // 32)[:, None] & inside[None, :]
     exponents = tl.load(places, mask=known, other=0).to(tl.int32)
-    # No more than 2**113, which no weight comes near.
+    # Clamped to 2**113, far above any weight.
     powers = ((tl.minimum(exponents, 240) + 14) << 23).to(tl.float32, bitcast=True)
     wide = tl.broadcast_to(powers[:, None, :], (BLOCKS, 16, BLOCK_N))
     wide = tl.reshape(wide, (BLOCK_K // 2, BLOCK_N))
@@ -112,8 +114,8 @@ def _add_mxfp4(
 
 @triton.jit
 def _opened(gate, up, ACTIVATION: tl.constexpr):
-    """The activation of gates and ups: gates times the logistic function of something,
-    times ups; or of gates alone, the square of what is positive.
+    """The activation of gates and ups: gates times a sigmoid, times ups; or, for gates alone, the
+    square of relu.
     """
     if ACTIVATION == "relu2":
         positive = tl.maximum(gate, 0.0)
@@ -151,12 +153,12 @@ def open_experts(
     MATRICES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows of x [T, I] times gates and ups of their experts [X, I, 2F] -> what the activation makes
-    of them, y [N * BLOCK_M, F] in x's dtype. SIZE_OUT: F. MATRICES 1: of ups alone, [X, I, F],
-    which stand for the gates here. Padding rows are not written.
+    """Rows of x [T, I] times the gates and ups of their experts [X, I, 2F], then the activation ->
+    y [N * BLOCK_M, F] in x's dtype. SIZE_OUT: F. MATRICES 1: there are only ups, [X, I, F], which
+    take the place of gates here. Padding rows are not written.
 
-    Program (block of rows, block of outputs): those of a block are neighbours, and so are the
-    blocks of an expert, whose weights the second finds in the cache.
+    Program (block of rows, block of outputs): programs of one block are neighbours, and so are the
+    blocks of one expert, which then share its weights in the cache.
     """
     TILES: tl.constexpr = (SIZE_OUT + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES
@@ -260,7 +262,8 @@ def close_experts(
     PRECISION: tl.constexpr,
 ):
     """The output of `open_experts`, x [N * BLOCK_M, I], times the same experts [X, I, O] -> y
-    float32 [N * BLOCK_M, O]. Rows of padding are neither read nor written. Programs as there.
+    float32 [N * BLOCK_M, O]. Padding rows are neither read nor written. Programs as in
+    `open_experts`.
     """
     TILES: tl.constexpr = (SIZE_OUT + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES

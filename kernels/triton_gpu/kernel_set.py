@@ -1,5 +1,5 @@
-"""The kernel set for NVIDIA GPUs: what `jitney.kernels.interface` asks for, launched through
-jax-triton.
+"""The kernel set for NVIDIA GPUs: implements `jitney.kernels.interface` with Triton kernels,
+launched through jax-triton.
 """
 
 from __future__ import annotations
@@ -46,39 +46,40 @@ from jitney.kernels.triton_gpu.tiles import (
 from jitney.kernels.w8a8 import Fp8
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-#: Elements that places of 32 bits reach, and programs along the second axis of a launch.
+#: Most elements that 32-bit offsets can address, and most programs along a launch's second axis.
 _MOST_ELEMENTS, _MOST_BLOCKS = 1 << 31, 65535
-#: Dims of a head whose splits one program joins, at most: of 32 splits 32 registers a thread.
+#: Most dims of a head whose splits one program joins: 32 registers a thread for 32 splits.
 _MERGED_DIMS = 128
-#: Choices of experts that one program deals out to blocks, at most, and comparisons of two of them
-#: and places that it makes and writes at a time: some tens a thread.
+#: Most choices of experts that one program deals out to blocks; pairs of choices that it compares,
+#: and places that it writes, at a time: some tens a thread.
 _MOST_CHOICES, _COMPARED, _FILLED = 1024, 1 << 14, 1 << 10
-#: Experts that one warp chooses from, at most.
+#: Most experts that one warp chooses from.
 _EXPERTS_OF_A_WARP = 128
-#: Columns of which so few are seen to be written out by XLA: 128 and 2048, not 4096.
+#: With fewer columns than this, XLA writes the single products of one row to memory (seen with 128
+#: and 2048, not with 4096).
 _FEW_COLUMNS = 4096
-#: Compute capability from which kernels know fp8.
+#: Least compute capability whose kernels support fp8.
 _FP8_SINCE = 89
-#: Columns of a memory that a program keeps in registers: 32 of a thread's, with 128 rows.
+#: Columns of a memory that a program keeps in registers: 32 registers a thread, with 128 rows.
 _DELTA_COLUMNS = 32
-#: Rows of a chunk, at most and at least: fewer pass one after the other.
+#: Most and least rows of a chunk: fewer rows are computed one after another.
 _DELTA_CHUNK, _FEW_OF_CHUNK = 32, 8
-#: Numbers of its keys that are multiplied at a time: all of them would spill registers.
+#: Dims of a chunk's keys that are multiplied at a time: all of them would spill registers.
 _CHUNK_DIMS = 32
-#: What is left of a memory that has decayed wholly: its log is finite.
+#: Least decay factor of a memory, so that its log is finite.
 _LEAST_DECAY = 1e-30
-#: Inputs of a convolution that a program keeps.
+#: Inputs of a convolution that a program writes to the taps.
 _KEPT_CHANNELS = 512
-#: Inputs of a product, at least.
+#: Least number of inputs of a product.
 _LEAST_INPUTS = 16
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
-#: Numbers of a row that a warp rounds to fp8: 16 of a thread's.
+#: Numbers of a row that a warp rounds to fp8: 16 per thread.
 _ROUNDED_BY_WARP = 512
 
 
 class _Prompts(Protocol):
-    """Attention of the rows of prompt chunks by other kernels, over the same pool."""
+    """Attention of the rows of prompt chunks over the same pool, by kernels of another library."""
 
     def __call__(
         self,
@@ -170,8 +171,8 @@ class TritonKernels:
         *,
         eps: float,
     ) -> tuple[jax.Array, DeltaState]:
-        """See `jitney.kernels.interface.DeltaNet`. A bucket with as many rows as sequences is of
-        decode only; in others XLA convolves, norms and gates.
+        """See `jitney.kernels.interface.DeltaNet`. A bucket with as many rows as sequences is
+        decode-only; in other buckets XLA computes convolution, norm and gates.
         """
         sequences = DeltaSequences.of(meta, state.lengths)
         if not _rows_are_sequences(len(x), sequences, meta):
@@ -189,7 +190,7 @@ class TritonKernels:
         sequences: DeltaSequences,
         eps: float,
     ) -> tuple[jax.Array, DeltaState]:
-        """`delta_net` where row s is sequence s."""
+        """`delta_net` for steps in which row s belongs to sequence s."""
         _, n_heads, dim, width = state.memory.shape
         n_taps, channels = state.taps.shape[1:]
         read, again, memory = self._pass_row(
@@ -232,11 +233,11 @@ class TritonKernels:
         sequences: DeltaSequences,
         **own: Any,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Launch `delta_net.pass_row` or `pass_mamba_row` -> (what is read, float32 [T, H, V];
-        which rows are in the state already, int32 [T]; a reference to the new memory).
+        """Launch `delta_net.pass_row` or `pass_mamba_row` -> (outputs, float32 [T, H, V]; 1 for
+        rows that are in the state already, int32 [T]; a reference to the new memory).
 
-        inputs: the rows, and what else the kernel reads before the state. own: constants that only
-        this kernel has.
+        inputs: the kernel's arguments before the state, with the rows first. own: constants that
+        only this kernel has.
         """
         _, n_heads, dim, width = state.memory.shape
         n_seqs, block = len(inputs[0]), min(_power_of_two(width), _DELTA_COLUMNS)
@@ -275,7 +276,7 @@ class TritonKernels:
         *,
         limits: tuple[float, float],
     ) -> tuple[jax.Array, DeltaState]:
-        """See `jitney.kernels.interface.Mamba`; as `delta_net`."""
+        """See `jitney.kernels.interface.Mamba`; decode-only buckets are as in `delta_net`."""
         sequences = DeltaSequences.of(meta, state.lengths)
         if not _rows_are_sequences(len(x), sequences, meta):
             return plain_mamba.mamba(x, weights, state, meta, limits=limits, recur=self.recur)
@@ -311,13 +312,13 @@ class TritonKernels:
     def recur(
         self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """See `jitney.kernels.delta_net.Recur`; what is read in rows of padding is undefined."""
+        """See `jitney.kernels.delta_net.Recur`; the output of padding rows is undefined."""
         n_slots, n_heads, dim, width = memory.shape
         n_rows, n_seqs = len(rows.decay), len(sequences.starts)
         columns = max(min(_power_of_two(width), _DELTA_COLUMNS), _LEAST_INPUTS)
         dims = max(_power_of_two(dim), _LEAST_INPUTS)
         beta = rows.decay if rows.beta is None else rows.beta  # unread then
-        # As many sequences as rows are of decode rows and drafts.
+        # A step with as many sequences as rows has only decode rows and drafts.
         is_chunked = n_seqs < n_rows >= _DELTA_CHUNK
         weights = self._weights_of_chunks(rows, sequences) if is_chunked else [beta] * 4  # unread
         memory_ref = jax.new_ref(memory)
@@ -425,8 +426,8 @@ class TritonKernels:
         **options: Unpack[AttentionOptions],
     ) -> jax.Array:
         """See `jitney.kernels.interface.Kernels.attend`. A bucket with as many rows as sequences is
-        one of decode only. Other kernels for prompts are not asked where heads have sinks, nor
-        where keys serve as values, which takes one key head.
+        decode-only. `prompts` is not used if heads have sinks, nor if keys serve as values, which
+        needs a single key head.
         """
         _check_rows(q)
         scale, window = options["scale"], options.get("window", 0)
@@ -529,7 +530,9 @@ class TritonKernels:
         constants: dict[str, Any],
         o: jax.Array | None,
     ) -> jax.Array:
-        """Rows of decoding sequences, added to o in place; o None: a step of decode only."""
+        """Attention of the decoding sequences' rows, written to o in place; o None: a decode-only
+        step.
+        """
         n_seqs = meta.kv_lens.shape[0]
         n_heads, n_kv = constants["H"], constants["K"]
         group = n_heads // n_kv
@@ -575,7 +578,7 @@ class TritonKernels:
     def _merge(
         self, meta: AttentionMeta, parts: list[jax.Array], whole: Any, constants: dict[str, Any]
     ) -> None:
-        """Write the splits' parts, as one, into the rows of `whole`."""
+        """Join the splits in `parts` and write the results to the rows of `whole`."""
         block = min(constants["DP"], _MERGED_DIMS)
         names = ("H", "D", "DP", "WINDOW", "BLOCK_N", "SPAN", "SPLITS", "DOUBLINGS")
         self.launch(
@@ -637,14 +640,14 @@ class TritonKernels:
         )
 
     def matmul(self, x: jax.Array, w: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """See `jitney.kernels.interface.Kernels.matmul`: XLA's product, but for the fp8 weights
-        that it would write out.
+        """See `jitney.kernels.interface.Kernels.matmul`: XLA's product, except for fp8 weights
+        that XLA would write to memory as bfloat16.
 
-        On Hopper it widens them inside the product. On sm_80 and sm_89 it makes a bfloat16 copy of
+        On Hopper XLA widens them inside the product. On sm_80 and sm_89 it makes a bfloat16 copy of
         every weight in every step: 4.9 times the bytes of a decode step of Llama-3.1-8B.
 
-        One row times few columns it multiplies without adding up, writes all of that out as
-        float32, and adds it up behind: a second row, of zeros, makes it an ordinary product.
+        For one row and few columns XLA writes all single products to memory as float32 and sums
+        them afterwards: a second row of zeros makes it an ordinary product.
         """
         if len(x) == 1 and w.shape[-1] < _FEW_COLUMNS:
             return self.matmul(jnp.pad(x, ((0, 1), (0, 0))), w, dtype)[:1]
@@ -662,8 +665,8 @@ class TritonKernels:
         )
 
     def matmul_fp8(self, x: jax.Array, w: Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """See `jitney.kernels.w8a8.matmul_fp8`: XLA's product of rows that one kernel has rounded,
-        where XLA makes two or three of it.
+        """See `jitney.kernels.w8a8.matmul_fp8`: XLA's product of rows that one Triton kernel
+        rounds; XLA would need two or three kernels.
         """
         return w8a8.matmul_fp8(x, w, dtype, rounded=self.round_to_fp8)
 
@@ -701,8 +704,9 @@ class TritonKernels:
         inputs: int,
         **constants: Any,
     ) -> jax.Array:
-        """x [M, I] times weights of `size_out` columns, read `inputs` rows at a time: [M, O] in
-        `dtype`; written so, where one program has the whole sum of an output.
+        """x [M, I] times weights with `size_out` columns, read `inputs` rows at a time: [M, O] in
+        `dtype`. The kernel writes `dtype` if one program has the whole sum of an output, else
+        float32.
         """
         n_rows, size_in = x.shape
         groups = size_in // inputs
@@ -741,8 +745,8 @@ class TritonKernels:
         bias: jax.Array | None = None,
         factors: jax.Array | None = None,
     ) -> Routes:
-        """See `jitney.kernels.routing.Route`; of many rows, and where experts are dealt out to
-        devices, XLA's kernels do it.
+        """See `jitney.kernels.routing.Route`; XLA's kernels route many rows, and all rows if
+        experts are spread over devices.
         """
         n_padded, columns = numbers.shape
         n_experts, n_chosen = mixture.n_experts, mixture.n_chosen
@@ -784,7 +788,7 @@ class TritonKernels:
         places, rows, experts, used = self.launch(
             routing.deal_out,
             chosen,
-            # No slice, as of one row.
+            # Not a slice: see `_in_one_piece`.
             jnp.minimum(n_rows, n_padded)[None],
             out=(by_choice, *others),
             grid=(1,),
@@ -804,7 +808,7 @@ class TritonKernels:
     def experts(
         self, x: jax.Array, opening: Stack, closing: Stack, blocks: ExpertBlocks, activation: str
     ) -> jax.Array:
-        """See `jitney.kernels.interface.ExpertProducts`; places of padding rows are undefined."""
+        """See `jitney.kernels.interface.ExpertProducts`; outputs of padding rows are undefined."""
         n_places, columns = blocks.rows.shape[0], opening.kernel.shape[-1]
         inner = opened_size(columns, activation)
         opened = self._with_experts(
@@ -840,7 +844,7 @@ class TritonKernels:
         matrices: int,
         **constants: Any,
     ) -> jax.Array:
-        """x times the experts of its blocks, of which each is so many matrices side by side."""
+        """x times the experts of its blocks; each expert is `matrices` matrices side by side."""
         n_blocks, size_out = blocks.experts.shape[0], out.shape[1]
         tiles = self._product_tiles.experts(
             blocks.size, x.dtype.itemsize, n_blocks, matrices * size_out, mxfp4=stack.is_mxfp4
@@ -880,8 +884,8 @@ class TritonKernels:
         return top_k_top_p.search(self.launch, scaled, top_k, top_p).floor
 
     def pool_scales(self, kv: jax.Array, kv_scales: jax.Array | None) -> tuple[jax.Array, float]:
-        """(float32 [2K] factors, or one that is not read; the pool's limit). Raises KernelError for
-        what cannot run.
+        """(float32 [2K] factors, or one factor that is not read; the pool's limit). Raises
+        KernelError for a pool that the kernels do not support.
         """
         if kv.dtype in _FP8 and self.launch.sm < _FP8_SINCE:
             raise KernelError(
@@ -895,9 +899,9 @@ class TritonKernels:
 
 
 def _splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
-    """How sequences of at most `longest` keys are split, as constants of the decode kernels.
+    """Constants of the decode kernels that split sequences of at most `longest` keys.
 
-    SPLITS is a power of two, DOUBLINGS how often the span is doubled at most.
+    SPLITS is a power of two; DOUBLINGS is how often the span is doubled at most.
     """
     splits = min(tiles.splits, _power_of_two(-(-longest // tiles.span)))
     doublings = max(0, math.ceil(math.log2(longest / (splits * tiles.span))))
@@ -910,18 +914,20 @@ def _splitting_of(tiles: DecodeTiles, longest: int) -> dict[str, int]:
 
 
 def _places(sequences: DeltaSequences) -> tuple[jax.Array, ...]:
-    """Where kernels of a decode row find and keep the state, in the order of their parameters."""
+    """The arrays that locate the state for kernels of a decode row, in the order of their
+    parameters.
+    """
     return sequences.stops, sequences.reads, sequences.writes, sequences.starts
 
 
 def _row_sizes(x: jax.Array, state: DeltaState) -> dict[str, int]:
-    """Constants that all kernels of a decode row have; see `delta_net.pass_row`."""
+    """Constants of all kernels of a decode row; see `delta_net.pass_row`."""
     n_slots, n_taps, channels = state.taps.shape
     return {"X": x.shape[1], "C": channels, "W": n_taps, "M": n_slots}
 
 
 def _chunk_sizes(rows: DeltaRows, sequences: DeltaSequences) -> dict[str, Any]:
-    """Constants that `delta_net.weigh_chunks` and `pass_rows` have."""
+    """Constants of `delta_net.weigh_chunks` and `pass_rows`."""
     _, groups, dim = rows.keys.shape
     return {
         "G": groups,
@@ -934,22 +940,22 @@ def _chunk_sizes(rows: DeltaRows, sequences: DeltaSequences) -> dict[str, Any]:
 
 
 def _rows_are_sequences(n_rows: int, sequences: DeltaSequences, meta: AttentionMeta) -> bool:
-    """Whether row s of a step is sequence s, and none of them a draft."""
+    """Whether row s of a step belongs to sequence s, and no row is a draft."""
     assert meta.state is not None
     return sequences.stops.shape == (n_rows, 1) and meta.state.drafts is None
 
 
 def _in_one_piece(rows: jax.Array) -> jax.Array:
-    """Rows [T, ...] that a product made for a kernel. XLA computes one row as two, and a kernel
-    that takes a slice of them would be recorded anew in every step: so it goes through a kernel of
-    XLA's, as it is.
+    """Rows [T, ...] of a product, copied for use by a kernel. XLA computes one row as two, and a
+    kernel that reads a slice of them would be recorded again in every step, so one row goes through
+    a copying kernel of XLA's.
     """
     return jnp.where(jnp.isnan(rows), jnp.nan, rows) if len(rows) == 1 else rows
 
 
 def _check_rows(rows: jax.Array) -> None:
-    """Raise KernelError where the kernels' places in rows [T, heads, D], of 32 bits, would not do.
-    Places in pools have 64.
+    """Raise KernelError if 32-bit offsets in rows [T, heads, D] would overflow in the kernels.
+    Offsets in pools have 64 bits.
     """
     if rows.size >= _MOST_ELEMENTS:
         raise KernelError(

@@ -1,5 +1,5 @@
-"""Calls Triton kernels from a jitted step, with workarounds for versions of jax, jax-triton and
-Triton that do not fit each other. The only user of jax-triton.
+"""Calls Triton kernels from a jitted step, with workarounds for incompatible versions of jax,
+jax-triton and Triton. The only user of jax-triton.
 
 Each workaround names the version that makes it unnecessary; drop it when pyproject.toml requires
 that version.
@@ -38,7 +38,7 @@ _TMA_TF32 = 11
 
 
 class Launch(Protocol):
-    """Runs kernels for one kind of GPU; tests replace it by one that interprets them."""
+    """Runs kernels for one kind of GPU; tests replace it with a launcher that interprets them."""
 
     @property
     def sm(self) -> int:
@@ -58,8 +58,8 @@ class Launch(Protocol):
         """Call `kernel` with arrays, refs (read and written in place) and then one pointer per leaf
         of `out`.
 
-        out: a pytree of jax.ShapeDtypeStruct, returned filled; () for a kernel that only writes
-        refs.
+        out: a pytree of jax.ShapeDtypeStruct; the call returns arrays of these shapes. () for a
+        kernel that only writes refs.
         """
         ...
 
@@ -106,7 +106,7 @@ def _compile_options(sm: int) -> dict[str, Any]:
     """Compiler options of all kernels for compute capability `sm`.
 
     Raises ImportError for an unknown card, for which the compiler would end the process.
-    enable_fp_fusion: fused multiply-add, on by default up to Triton 3.9, which warns that 3.10
+    enable_fp_fusion: fused multiply-add, on by default up to Triton 3.9; its warning says that 3.10
     turns it off.
     """
     version = _PTX_VERSIONS.get(sm)

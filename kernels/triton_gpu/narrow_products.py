@@ -1,9 +1,9 @@
 """Triton kernels of products with group-wise int4 weights, for any number of rows, and with fp8
-weights, for the few rows of a decode step; and of rounding rows to fp8.
+weights, for the few rows of a decode step; and a kernel that rounds rows to fp8.
 
-Axes: M rows, I inputs, O outputs, R inputs per group. The weights are unpacked in registers: XLA
-would write them to memory as bfloat16 first, int4 because of the scales within the sum, fp8 on GPUs
-older than Hopper.
+Axes: M rows, I inputs, O outputs, R inputs per group. The weights are unpacked in registers. XLA
+would write them to memory as bfloat16 first: int4 because the scales are inside the sum, fp8 on
+GPUs older than Hopper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _unpacked(nibbles, zero, dtype: tl.constexpr):
     """nibbles (0..15) - zero in dtype, exactly.
 
     Or-ed into the bits of 128 (bfloat16) or 1024 (float16), whose last bit is worth 1, a nibble
-    becomes a float without a conversion, which an SM does at a quarter of the usual rate.
+    becomes a float without a conversion; an SM converts at a quarter of its usual rate.
     """
     if dtype == tl.bfloat16:
         wide = (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
@@ -47,9 +47,9 @@ def _of_group(
     ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A group's part of a block of outputs, float32. low, high: rows of the group's first and
-    second half. columns: the block's columns among COLUMNS; real: whether they exist. Products
-    within the group are of integers up to 16, scaled once.
+    """A group's contribution to a block of outputs, float32. low, high: x at the group's first and
+    second half of inputs. columns: the block's columns among COLUMNS; real: whether they exist.
+    Weights inside the group are integers up to 16; the sum is scaled once.
     """
     HALF: tl.constexpr = R // 2
     cells = packed + tl.cast(group, tl.int64) * (HALF * COLUMNS)
@@ -147,7 +147,7 @@ def gated_int4(
     """x [M, I] times weights [I, 2F], gates and then ups -> silu(gate) * up, y [M, F] in x's dtype.
     SIZE_OUT: F.
 
-    Program (block of outputs and of rows): BLOCK_N gates and what they gate. Otherwise as
+    Program (block of outputs and of rows): BLOCK_N gates and their ups. Otherwise like
     `matmul_int4`.
     """
     ROW_BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
@@ -225,8 +225,8 @@ def matmul_fp8(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x [M, I] times weights float8_e4m3fn [I, O], given as uint8 -> y [SPLITS, M, O], as
-    above; M <= BLOCK_M.
+    """x [M, I] times weights float8_e4m3fn [I, O], given as uint8 -> y [SPLITS, M, O], float32
+    unless SPLITS is 1; M <= BLOCK_M.
 
     Program (block of outputs, split): each split sums a share of the inputs' blocks.
     """
@@ -264,8 +264,8 @@ def round_rows(
     LEAST: tl.constexpr,
     GREATEST: tl.constexpr,
 ):
-    """x [T, SIZE] -> codes [T, SIZE] and units float32 [T, 1] as `jitney.kernels.w8a8.round_to_fp8`
-    has them; program (row).
+    """x [T, SIZE] -> codes [T, SIZE] and scales, units float32 [T, 1], like
+    `jitney.kernels.w8a8.round_to_fp8`; program (row).
     """
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
-"""Triton kernels that choose the experts of a few rows and deal the rows out to blocks: two
-launches for what XLA makes some ten kernels of.
+"""Triton kernels that choose the experts of a few rows and distribute the rows to blocks: two
+launches instead of XLA's ten or so kernels.
 
 Axes as in `jitney.kernels.routing`; a choice is one of the T * C pairs of a row and its expert.
 """
@@ -25,11 +25,11 @@ def _of_best_clusters(
     CHOSEN: tl.constexpr,
     BEST: tl.constexpr,
 ):
-    """choice [XP], -inf where an expert's group of SIZE neighbours is not among the row's CHOSEN
-    best ones, by the sum of the BEST greatest in each.
+    """choice [XP] with -inf for experts whose group of SIZE neighbours is not among the row's
+    CHOSEN best groups, ranked by the sum of the BEST greatest choices in each.
     """
     own = experts // SIZE
-    sums = tl.zeros(experts.shape, tl.float32) + float("-inf")  # of an expert's own group
+    sums = tl.zeros(experts.shape, tl.float32) + float("-inf")  # of each expert's group
     for cluster in tl.static_range(CLUSTERS):
         left = tl.where(own == cluster, choice, float("-inf"))
         total = 0.0
@@ -73,9 +73,9 @@ def choose_experts(
     """numbers [T, COLUMNS] and bias [X] float32, factors [X] -> shares float32 [C, T], chosen int32
     [T, C]; program (row). XP and CP: X and C padded to powers of two.
 
-    Of experts with the same number the first one is chosen, as by `jax.lax.top_k`. What is no
-    number makes all shares of its row none. CLUSTERS > 1: neighbouring experts are in groups as
-    large, and those of so many groups may be chosen, the greatest sums of whose best are greatest.
+    Of experts with equal numbers the first one is chosen, as by `jax.lax.top_k`. A NaN makes all
+    shares of its row NaN. CLUSTERS > 1: experts are divided into that many groups of neighbours,
+    and only those of the CHOSEN_CLUSTERS best groups may be chosen (`_of_best_clusters`).
     """
     row = tl.program_id(0)
     experts = tl.arange(0, XP)
@@ -136,8 +136,9 @@ def deal_out(
     [1], as in `Routes`; int32. One program, which compares all choices with AT_ONCE others at a
     time. CHOICES: T * C, padded to a power of two; FILLED: places written at a time.
 
-    The choices of an expert stand in its blocks in the order of their rows, and the experts' blocks
-    one behind the other: a block begins with a choice that whole blocks of its expert come before.
+    An expert's choices are in its blocks in the order of their rows, and the blocks are in the
+    order of experts: a choice begins a block if a multiple of the block size of its expert's
+    choices come before it.
     """
     own = tl.arange(0, CHOICES)
     n_real = tl.load(count) * C
@@ -149,7 +150,7 @@ def deal_out(
         theirs = tl.load(chosen + others, mask=others < n_real, other=X)
         alike = (theirs[None, :] == expert[:, None]) & (others[None, :] < own[:, None])
         before += tl.sum(alike.to(tl.int32), 1)
-    # All choices have to know which of the others begin a block.
+    # Every choice needs to know which of the other choices begin a block.
     tl.store(places + own, before, mask=own < T * C)
     for start in range(0, N * B, FILLED):
         at = start + tl.arange(0, FILLED)

@@ -1,9 +1,9 @@
 """Triton kernels that find the cut of top-k and top-p in a row of logits without sorting it.
 
-They search the cut's magnitude: the 31 bits of float32 below the sign, of entries that are at most
-0. Each pass over a row, shared by several programs, fixes 8 of the bits (`count_digits`), until the
-entries that may be the cut fit a short list (`gather`), which one program per row searches
-(`finish`). Usually two passes and the list's suffice; four find any cut by one limit.
+All entries are at most 0. The kernels search the magnitude of the cut, the 31 bits of float32 below
+the sign. Each pass over a row, shared by several programs, fixes 8 of the bits (`count_digits`),
+until the entries that may be the cut fit a short list (`gather`), which one program per row
+searches (`finish`). Usually two passes and the list suffice; four find any cut by one limit.
 
 Masses are integers in units of 2**-33, so that sums depend neither on their order nor on how a row
 is divided.
@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Words of a row's state, int32: kind of search (0: done), least magnitude of the cut, first and
-#: last magnitude of the list, entries and mass below the second word, mass of the row. Masses take
-#: two words.
+#: Number of words in a row's state, int32: kind of search (0: done), least magnitude of the cut,
+#: first and last magnitude of the list, entries and mass below the second word, mass of the row.
+#: Masses take two words.
 STATE_WORDS = 16
 #: Bins of a pass, and sums per bin: entries, then the three parts of their mass.
 BINS, SUMS = 256, 4
@@ -74,7 +74,7 @@ def _store_mass(words, mass):
 
 @triton.jit
 def _kind_of(k, p, V: tl.constexpr):
-    """The first kind of search of a row; a k of the row's size or more limits nothing."""
+    """The first kind of search of a row; k of the row's size or more is no limit."""
     kind = tl.where(p < 1.0, _BY_MASS, _NOTHING)
     return tl.where((k > 0) & (k < V), _BY_COUNT, kind)
 
@@ -96,9 +96,9 @@ def count_digits(
     """scaled [S, V] -> sums int32 [S, SPLITS, SUMS, BINS] over the entries that may be the cut, by
     the digit of their magnitude at SHIFT; program (split of LENGTH entries, row).
 
-    A digit is two of 4 bits: the table of their counts is the product of two matrices that say
-    which entry has which. float32 holds its sums exactly up to 8192 entries. Blocks without such
-    entries, nearly all where top-k cuts, are only read.
+    A digit consists of two 4-bit digits: the table of their counts is the product of two one-hot
+    matrices of the entries. float32 holds its sums exactly up to 8192 entries. Blocks without
+    entries that may be the cut, nearly all blocks with top-k, are only read.
     """
     split = tl.program_id(0)
     s = tl.program_id(1)
@@ -166,11 +166,11 @@ def choose_digit(
     SHIFT: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """The digit of the cut at SHIFT, from the sums of all splits: state before -> state after, both
-    int32 [S, STATE_WORDS]; program (row).
+    """Find the digit of the cut at SHIFT from the sums of all splits: state before -> state after,
+    both int32 [S, STATE_WORDS]; program (row).
 
-    The search of a row is over when what is left fits a list of LISTED entries. With both limits
-    the list is of all that top-k may keep, for top-p cuts among those.
+    The search of a row ends when the remaining entries fit a list of LISTED entries. With both
+    limits the list holds all entries that top-k may keep, since top-p cuts among them.
     """
     s = tl.program_id(0)
     k = tl.load(top_k + s)
@@ -217,7 +217,7 @@ def choose_digit(
         inside = tl.sum(tl.where(bins == digit, entries, 0), 0)
         low += digit << SHIFT
         end = low + (1 << SHIFT)
-        if low >= _INFINITE:  # k reaches the banned entries, of which none need be told apart
+        if low >= _INFINITE:  # k reaches the banned entries, which are all alike
             inside = 0
             end = low
         start = low
@@ -226,7 +226,7 @@ def choose_digit(
             start = 0
             listed = below + inside
         fits = listed <= LISTED
-        if SHIFT == 0:  # the cut is known, and is all that a search by one limit is for
+        if SHIFT == 0:  # the cut is known, and a search by one limit needs nothing else
             fits = fits & (start == 0) & (kind == _BY_COUNT) & (p < 1.0)
         tl.store(words, tl.where(fits, _NOTHING, kind))
         tl.store(words + 1, low)
@@ -248,8 +248,8 @@ def gather(
     LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The entries of each row that its state asks for, in any order, to listed [S, LISTED], and
-    their number to lengths [S], zero before; program (split, row).
+    """Write the entries of each row in its state's range, in any order, to listed [S, LISTED], and
+    add their number to lengths [S], which is zero before; program (split, row).
     """
     split = tl.program_id(0)
     s = tl.program_id(1)
@@ -271,7 +271,7 @@ def gather(
 
 @triton.jit
 def _weights(x, at, n, MASS: tl.constexpr):
-    """The weight of each entry, int64: its mass or 1; 0 from n on."""
+    """The weight of each entry, int64: its mass if MASS, else 1; 0 from entry n on."""
     if MASS:
         high, middle, low = _mass_parts(x)
         weight = _joined(high, middle, low)
@@ -282,7 +282,7 @@ def _weights(x, at, n, MASS: tl.constexpr):
 
 @triton.jit
 def _kept(entries, n, magnitude, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """Total weight of the entries, of n, with this magnitude or less."""
+    """Total weight of the entries among the first n with at most this magnitude."""
     kept = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -293,7 +293,7 @@ def _kept(entries, n, magnitude, BLOCK: tl.constexpr, MASS: tl.constexpr):
 
 @triton.jit
 def _search(entries, n, target, BLOCK: tl.constexpr, MASS: tl.constexpr):
-    """The least magnitude that keeps `target`, a bit at a time."""
+    """The least magnitude that keeps a weight of `target`, found one bit at a time."""
     low = tl.zeros((), tl.int32)
     for i in range(31):
         step = tl.full((), 1, tl.int32) << (30 - i)
@@ -314,10 +314,10 @@ def finish(
     LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """floor [S], the smallest kept entry, from the state and the list; program (row).
+    """Write floor [S], the smallest kept entry, from the state and the list; program (row).
     See `jitney.kernels.interface.Threshold`.
 
-    The row itself is read only where top-p cuts among more entries than a list holds.
+    The row itself is read only if top-p cuts among more entries than a list holds.
     """
     s = tl.program_id(0)
     k = tl.load(top_k + s)

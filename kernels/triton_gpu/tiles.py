@@ -14,21 +14,21 @@ from jitney.kernels.interface import KernelError
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Split-KV decode."""
+    """Tile sizes of split-KV decode."""
 
     block_n: int  # keys per tile
-    span: int  # keys per split, at least
-    splits: int  # of one sequence, at most
-    programs: int  # sharing the list of work
+    span: int  # least keys per split
+    splits: int  # most splits of one sequence
+    programs: int  # programs that share the list of work
     warps: int
     stages: int
 
 
 @dataclass(frozen=True)
 class PromptTiles:
-    """Blocks of prompt rows."""
+    """Tile sizes of blocks of prompt rows."""
 
-    block_m: int  # query rows, the heads of a key head packed
+    block_m: int  # query rows, with the query heads of a key head packed
     block_n: int  # keys per tile
     warps: int
     stages: int
@@ -36,9 +36,9 @@ class PromptTiles:
 
 @dataclass(frozen=True)
 class _MatmulTiles:
-    """Products with int4 and fp8 weights."""
+    """Tile sizes of products with int4 and fp8 weights."""
 
-    block_m: int  # rows per program, at most
+    block_m: int  # most rows per program
     block_n: int  # output columns per program
     warps: int
     stages: int
@@ -46,9 +46,9 @@ class _MatmulTiles:
 
 @dataclass(frozen=True)
 class _ExpertTiles:
-    """Products with a mixture's experts."""
+    """Tile sizes of products with a mixture's experts."""
 
-    block_n: int  # output columns per program; of gates and ups half as many of each
+    block_n: int  # output columns per program, half gates and half ups in gated products
     block_k: int  # inputs at a time
     warps: int
     stages: int
@@ -57,8 +57,8 @@ class _ExpertTiles:
 #: Streaming multiprocessors of the card a generation is tuned on: A100, L4, H100.
 _PROCESSORS = {80: 108, 89: 58, 90: 132}
 #: (generation, padded head dim, bytes per activation) -> tiles. Programs are processors times
-#: resident programs. Chosen by compiling, not yet by timing: all fits and, in 2 bytes, nothing
-#: spills. float32 is there for its answers only.
+#: resident programs. Chosen by compiling, not yet by timing: all tiles fit and, with 2 bytes,
+#: nothing spills. float32 is supported for correct results, not for speed.
 _ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
     (80, 64, 2): (DecodeTiles(64, 256, 32, 108 * 4, 4, 3), PromptTiles(128, 64, 8, 2)),
     (80, 128, 2): (DecodeTiles(32, 256, 32, 108 * 4, 4, 3), PromptTiles(128, 32, 8, 2)),
@@ -85,10 +85,10 @@ _ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
     (89, 512, 4): (DecodeTiles(16, 256, 32, 58, 8, 1), PromptTiles(16, 16, 8, 1)),
     (90, 512, 4): (DecodeTiles(16, 256, 32, 132, 8, 2), PromptTiles(16, 16, 8, 1)),
 }
-#: Decode, where more than 16 query heads share a key head: a tile has 32 rows then, and where its
-#: registers leave room for fewer programs, or spill, that is said here. Up to 16 query heads, and
-#: for any page size, the compiler makes the same of a kernel (registers within 4, shared memory
-#: alike), so neither is a key of the table.
+#: Decode tiles if more than 16 query heads share a key head: a tile has 32 rows then. The table has
+#: the cases in which its registers allow fewer programs, or spill. Up to 16 query heads, and for
+#: any page size, the compiled kernel is the same (registers within 4, equal shared memory), so
+#: neither is a key of the table.
 _WIDE: dict[tuple[int, int, int], DecodeTiles] = {
     (80, 128, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
     (80, 256, 2): DecodeTiles(32, 256, 32, 108, 8, 2),
@@ -96,15 +96,16 @@ _WIDE: dict[tuple[int, int, int], DecodeTiles] = {
     (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
     (89, 256, 2): DecodeTiles(32, 256, 32, 58, 4, 2),
 }
-#: The same over pools of one byte (int8, fp8), where sums of even and of odd dims take registers.
+#: The same for pools of one-byte numbers (int8, fp8), where sums of even and of odd dims take
+#: registers.
 _WIDE_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
     (80, 64, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
     (89, 64, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
     (90, 64, 2): DecodeTiles(32, 256, 32, 132 * 3, 4, 3),
 }
-#: (generation, bytes per activation) -> tiles where keys serve as values: up to 512 numbers of a
-#: key that do, and 64 that do not. Prompts on sm_90 spill up to 32 bytes a thread for products of
-#: warp groups.
+#: (generation, bytes per activation) -> tiles if keys serve as values: up to 512 numbers of a key
+#: are also the value, and 64 are not. Prompt kernels on sm_90 spill up to 32 bytes a thread for
+#: products of warp groups.
 _LATENT: dict[tuple[int, int], tuple[DecodeTiles, PromptTiles]] = {
     (80, 2): (DecodeTiles(32, 256, 32, 108, 8, 2), PromptTiles(32, 32, 8, 2)),
     (89, 2): (DecodeTiles(16, 256, 32, 58, 8, 2), PromptTiles(32, 16, 8, 1)),
@@ -113,14 +114,15 @@ _LATENT: dict[tuple[int, int], tuple[DecodeTiles, PromptTiles]] = {
     (89, 4): (DecodeTiles(16, 256, 32, 58, 8, 1), PromptTiles(16, 16, 8, 1)),
     (90, 4): (DecodeTiles(16, 256, 32, 132, 8, 1), PromptTiles(16, 16, 8, 1)),
 }
-#: Query heads that share a tile of latents at most, by bytes per activation; and keys of a decode
-#: tile on sm_90 with up to 16 of them.
+#: Most query heads that share a tile of latents, by bytes per activation; and keys of a decode tile
+#: on sm_90 with up to 16 query heads.
 LATENT_HEADS = {2: 32, 4: 16}
 _FEW_HEADS, _KEYS_OF_FEW = 16, 64
-#: Rows that a narrow product takes with the tiles of a few, by bytes per activation: up to there it
-#: is bound by reading weights. float32 takes three times the registers, and has no other tiles.
+#: Most rows for which a narrow product uses the tiles of few rows, by bytes per activation: up to
+#: there it is bound by reading weights. float32 takes three times the registers, and has no other
+#: tiles.
 _FEW_ROWS = {2: 64, 4: 16}
-#: Rows up to which a program has room for gates and ups of as many columns.
+#: Most rows for which a program has room for gates and ups with the full number of columns.
 _FEW_GATED_ROWS = 32
 #: generation -> tiles of narrow products of a few rows.
 _MATMUL: dict[int, _MatmulTiles] = {
@@ -128,14 +130,14 @@ _MATMUL: dict[int, _MatmulTiles] = {
     89: _MatmulTiles(64, 64, 4, 3),
     90: _MatmulTiles(64, 64, 4, 4),
 }
-#: The same of more rows, which the tensor cores bound.
+#: The same for more rows, which are bound by the tensor cores.
 _TALL_MATMUL: dict[int, _MatmulTiles] = {
     80: _MatmulTiles(128, 64, 8, 3),
     89: _MatmulTiles(128, 64, 8, 2),
     90: _MatmulTiles(128, 64, 8, 3),
 }
-#: (generation, rows of a block) -> tiles of products with experts, in 2 bytes an activation. Blocks
-#: of few rows are bound by reading weights: what counts is how much of them is on its way.
+#: (generation, rows of a block) -> tiles of products with experts, for 2-byte activations. Blocks
+#: of few rows are bound by reading weights: the bytes of weights in flight matter most.
 _EXPERTS: dict[tuple[int, int], _ExpertTiles] = {
     (80, 16): _ExpertTiles(128, 64, 4, 4),
     (80, 32): _ExpertTiles(128, 64, 4, 4),
@@ -150,17 +152,17 @@ _EXPERTS: dict[tuple[int, int], _ExpertTiles] = {
     (90, 64): _ExpertTiles(128, 64, 4, 4),
     (90, 128): _ExpertTiles(128, 64, 8, 3),
 }
-#: The same in float32, which is there for its answers only.
+#: The same in float32, which is supported for correct results, not for speed.
 _WIDE_EXPERTS = _ExpertTiles(64, 32, 8, 2)
-#: Inputs of MXFP4 at a time, at most, which are whole tiles of gpt-oss's 2,880; and the rows of a
-#: block over which older GPUs would spill the registers of wide tiles.
+#: Most inputs of MXFP4 at a time, which divide gpt-oss's 2,880 inputs; and the most rows of a block
+#: for which older GPUs do not spill the registers of wide tiles.
 _MXFP4_INPUTS, _MXFP4_ROWS = 64, 64
-#: Columns of a program of these at least: of two matrices 64 bytes of each row.
+#: Least columns of a program that multiplies with experts: with two matrices, 64 bytes of each row.
 _LEAST_COLUMNS = 64
 
 
 def _generation(sm: int) -> int:
-    """The tuned generation that stands for compute capability `sm`: the last one not newer.
+    """The tuned generation used for compute capability `sm`: the last one that is not newer.
 
     sm_120 has the shared memory of sm_89 (99 KiB), sm_100 that of sm_90.
     """
@@ -190,8 +192,8 @@ def attention_tiles(
 def latent_tiles(
     sm: int, value_dim: int, itemsize: int, group: int
 ) -> tuple[DecodeTiles, PromptTiles]:
-    """Tiles where keys serve as values of value_dim numbers, padded to a power of two, of `group`
-    query heads; KernelError for more than 512.
+    """Tiles for keys that serve as values of value_dim numbers (padded to a power of two), and for
+    `group` query heads. Raises KernelError for more than 512 numbers.
     """
     if value_dim > 512:
         raise KernelError(
@@ -221,12 +223,12 @@ class ProductTiles:
     def matmul(
         self, rows: int, itemsize: int, groups: int, size_out: int
     ) -> tuple[_MatmulTiles, int]:
-        """Tiles of a product with narrow weights, and how many programs share the sum of one
-        output.
+        """Tiles of a product with narrow weights, and the number of programs that share the sum of
+        one output.
 
-        Of a few rows the share follows from the weight's shape alone, so that a row's result does
-        not depend on how many rows there are. Of more, it is no greater than fills the GPU once:
-        each part is written as float32.
+        For few rows this number follows from the weight's shape alone, so that a row's result does
+        not depend on the number of rows. For more rows, it is at most the number that fills the GPU
+        once, since each program writes its sums as float32.
         """
         tuned = self._generation
         tiles = _MATMUL[tuned]
@@ -245,11 +247,11 @@ class ProductTiles:
         return tiles, splits
 
     def gated(self, rows: int, itemsize: int, inner: int) -> _MatmulTiles:
-        """Tiles of an int4 product that is gated at once, of so many gates and as many ups in each
-        program; inner: gates in all.
+        """Tiles of a gated int4 product; each program computes `block_n` gates and as many ups.
+        inner: number of gates.
 
-        Half as many of more than 32 rows and in float32, where registers would be spilled, and
-        where there would be fewer programs than processors.
+        Half as many for more than 32 rows and in float32, where registers would be spilled, and
+        if there would be fewer programs than processors.
         """
         tuned = self._generation
         tiles = _MATMUL[tuned]
@@ -265,11 +267,11 @@ class ProductTiles:
     def experts(
         self, rows: int, itemsize: int, blocks: int, size_out: int, *, mxfp4: bool = False
     ) -> _ExpertTiles:
-        """Tiles of a product with experts: blocks of `rows` rows, at most so many, and `size_out`
-        columns, gates and ups counted. mxfp4: the weights are widened in registers.
+        """Tiles of a product with experts: at most `blocks` blocks of `rows` rows, and `size_out`
+        columns, including gates and ups. mxfp4: the weights are widened in registers.
 
-        Narrower where there would be fewer programs than processors. The inputs of a sum are added
-        in the same order then, and a row has the same result.
+        Tiles are narrower if there would be fewer programs than processors. They add the inputs of
+        a sum in the same order, so a row has the same result.
         """
         tuned = self._generation
         tiles = _WIDE_EXPERTS if itemsize == 4 else _EXPERTS[tuned, rows]

@@ -12,13 +12,13 @@ from jitney.kernels.triton_gpu.launch import Launch
 
 #: Lowest bit of each pass's digit, the highest first: digits of 8, 8, 8 and 7 bits.
 _SHIFTS = (23, 15, 7, 0)
-#: Entries per row for the last search: more than any usual k, and than the second digit leaves of
-#: 128k logits.
+#: Most entries per row in the last search: more than any usual k, and than remain of 128k logits
+#: after the second digit.
 _LISTED = 4096
-#: Entries of a row per program: float32 sums are exact up to the first number; the second is for
-#: too few rows to fill a GPU.
+#: Entries of a row per program: float32 sums are exact up to the first number; the second is used
+#: for fewer than _FEW_ROWS rows, which are too few to fill a GPU.
 _LENGTH, _LENGTH_OF_FEW, _FEW_ROWS = 8192, 2048, 64
-#: Block sizes: of programs of one warp that count digits, and of others.
+#: Block sizes: of the one-warp programs that count digits, and of other programs.
 _COUNTED, _BLOCK = 128, 1024
 
 
@@ -32,7 +32,7 @@ class _Search(NamedTuple):
 def search(
     launch: Launch, scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, most: int = _LISTED
 ) -> _Search:
-    """The cuts of scaled [S, V]. most: entries that a list holds."""
+    """Search the cuts of scaled [S, V]. most: entries that a list holds."""
     n_rows, vocab = scaled.shape
     limits = top_k, top_p
     length = _LENGTH if n_rows >= _FEW_ROWS else _LENGTH_OF_FEW

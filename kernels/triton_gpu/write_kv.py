@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
-    """x float32 as `jitney.kernels.scales.as_stored` says; LIMIT 0: a pool of plain floats."""
+    """x float32 converted as by `jitney.kernels.scales.as_stored`; LIMIT 0: plain floats."""
     if LIMIT > 0:
         x = (
             tl.where(tl.abs(x) < float("inf"), x, 0.0) / scale
@@ -42,8 +42,8 @@ def write_pages(
     POOL: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """k and v [T, K, D] to flat rows [T] of kv [POOL, 2K, D], in place; program (token). Row POOL
-    is dropped.
+    """Write k and v [T, K, D] to flat rows [T] of kv [POOL, 2K, D], in place; program (token). Row
+    POOL is dropped.
     """
     token = tl.program_id(0)
     row = tl.load(rows + token).to(tl.int64)
@@ -85,8 +85,8 @@ def rotate_pages(
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """heads_in [T, H + 2K, D]: q normed and rotated to q [T, H, D], k likewise and v to kv; program
-    (token, head).
+    """Norm and rotate the queries of heads_in [T, H + 2K, D] to q [T, H, D]; write keys, likewise
+    normed and rotated, and values to kv; program (token, head).
 
     q_norm and k_norm [D] are the weights of the query and key norm. cos and sin float32 [T, D // 2]
     rotate pairs (j, j + D/2). HALF: D // 2 padded to a power of two.
@@ -108,7 +108,7 @@ def rotate_pages(
             spread = 1.0 / tl.sqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / D + EPS)
             dtype = (
                 heads_in.dtype.element_ty
-            )  # the norm rounds to the activations' dtype, as the layer of its own does
+            )  # the norm rounds to the activations' dtype, like a separate norm
             left = (
                 (left * spread * tl.load(weights, mask=inside, other=0.0).to(tl.float32))
                 .to(dtype)
@@ -131,9 +131,7 @@ def rotate_pages(
         if LIMIT > 0:
             scale = tl.load(kv_scales + slot)
         cells = kv + (row * 2 * K + slot) * D + pairs
-        dtype = (
-            heads_in.dtype.element_ty
-        )  # what is written is what the two separate operations would write
+        dtype = heads_in.dtype.element_ty  # the result equals that of two separate operations
         lower = _stored(left.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
         upper = _stored(right.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
         tl.store(cells, lower, mask=inside)
