@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, and a model with one merged into its matrices."""
+"""Adapters in the files that PEFT writes, and a model with an adapter merged into its matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TENSORS = "adapter_model.safetensors"
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[O, I] of each projection, by the name that checkpoints have for it."""
+    """Shape [O, I] of each projection, by its name in checkpoints."""
     size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.n_heads * dim, config.n_kv_heads * dim
     return {
@@ -45,8 +45,8 @@ def write_adapter(
     spread: float = 0.1,
     **settings: Any,
 ) -> Path:
-    """An adapter of random numbers for these modules of every layer. settings: of its
-    configuration.
+    """Write an adapter of random numbers for these modules of every layer; returns its folder.
+    settings: further entries of its configuration.
     """
     draw = np.random.default_rng(seed)
     tensors = {}
@@ -64,7 +64,7 @@ def write_adapter(
 
 
 def merged(model: Llama, folder: Path, scale: float = 2.0) -> Llama:
-    """A copy of a model of plain weights with the adapter added to them."""
+    """A copy of a model with plain weights, to which the adapter is added."""
     model = nnx.merge(*nnx.split(model))
     tensors = load_file(folder / _TENSORS)
     for layer, block in enumerate(model.layers):

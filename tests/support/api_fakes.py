@@ -37,7 +37,7 @@ from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.process.client import OutputListener
 from jitney.engine.server.process.counters import EngineCounters
 
-#: Seconds; only a failing test takes so long.
+#: Most seconds to wait for a condition; only a failing test takes as long.
 PATIENCE_S = 120.0
 EOS, BOS = 256, 257
 VOCAB = 260
@@ -56,7 +56,7 @@ class ByteTokenizer:
     vocab_size = VOCAB
     longest_token: int | None = 1
     has_chat_template = True
-    #: What the template is taken to be, where its text is looked at.
+    #: Source text of the template, for code that reads it.
     chat_template = ""
     bos_id = None
 
@@ -111,29 +111,29 @@ _BYTE_ABILITIES = asyncio.run(_byte_abilities())
 
 @dataclass
 class Script:
-    """What the fake engine does with a request: it generates `text`, one token per output."""
+    """The behaviour of the fake engine for a request: it generates `text`, one token per output."""
 
     text: str = "Hello, wörld!"
-    #: In its place: the tokens, without the one that ends them.
+    #: Tokens to generate instead of `text`, without the final one.
     tokens: list[int] | None = None
     #: Seconds before each output, and before the first.
     delay_s: float = 0.0
     first_delay_s: float = 0.0
-    #: Comes instead of any output.
+    #: Error that is sent instead of any output.
     error: ErrorInfo | None = None
-    #: The engine dies after so many tokens.
+    #: Number of tokens after which the engine dies.
     fail_after: int | None = None
-    #: Nothing ever comes.
+    #: Whether the engine sends nothing at all.
     hang: bool = False
     #: Tokens per output.
     chunk: int = 1
-    #: Each sequence's text ends with its index.
+    #: Whether each sequence's text ends with its index.
     numbered: bool = False
     cached_tokens: int = 0
 
 
 class FakeClient:
-    """`EngineClient` by script. What came: `requests`, `aborts` (id, index, reason), `open`."""
+    """A scripted `EngineClient`. Records `requests`, `aborts` (id, index, reason) and `open`."""
 
     def __init__(self, script: Script | None = None, **info: Any):
         self.state: EngineState = "ready"
@@ -141,13 +141,13 @@ class FakeClient:
         self.counters = EngineCounters()
         self.history = History()
         self.script = script or Script()
-        self.scripts: list[Script] = []  # one per coming request; then `script` again
+        self.scripts: list[Script] = []  # one per future request; then `script` again
         self.requests: list[EngineRequest] = []
         self.aborts: list[tuple[str, int | None, FinishReason]] = []
         self.open: set[str] = set()
-        #: What tells the listener of each request.
+        #: Request id -> task that sends its outputs to the listener.
         self._speakers: dict[str, asyncio.Task[None]] = {}
-        #: Of each time that it was sent to sleep, whether open requests were to end.
+        #: For each call of `sleep`, whether it aborts open requests.
         self.slept: list[bool] = []
         self.resets = 0
         self.age = 0.0
@@ -208,7 +208,7 @@ class FakeClient:
             self.open.discard(request.id)
 
     def _vector(self, request: EngineRequest) -> SequenceOutput:
-        """A vector of two numbers, which tells how long the prompt was."""
+        """A vector of two numbers, which depends on the prompt's length."""
         vector = np.array([1, len(request.prompt)], np.float32)
         return SequenceOutput(
             request.id, 0, finish="stop", embedding=vector.tobytes(), queued_s=0.0
@@ -316,8 +316,8 @@ class FakeClient:
 
 
 def score(token: int, top: int) -> TokenLogprobs:
-    """Log-probabilities that a test can predict: -token/1000 for the chosen one, the top ones are
-    ids 65, 66, ...
+    """Log-probabilities that a test can predict: -token/1000 for the chosen token; the top tokens
+    have ids 65, 66, ...
     """
     return TokenLogprobs(
         -token / 1000, [65 + i for i in range(top)], [-0.5 - i for i in range(top)]
@@ -375,8 +375,8 @@ async def call(
     leave_on_chunk: int | None = None,
     query: str = "",
 ) -> Reply:
-    """One raw ASGI call. messages: what the server receives instead of one body; then the client
-    leaves when told.
+    """One raw ASGI call. messages: ASGI messages that the app receives instead of one body; then
+    the client disconnects as `leave_after` or `leave_on_chunk` says.
     """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"host": "localhost", "content-type": "application/json"} | (headers or {})
@@ -469,7 +469,7 @@ def served(
 
 
 def until(condition, seconds: float = PATIENCE_S) -> None:
-    """Wait for a condition that another thread brings about."""
+    """Wait for a condition that another thread makes true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -477,5 +477,5 @@ def until(condition, seconds: float = PATIENCE_S) -> None:
 
 
 def http_client(url: str) -> httpx.Client:
-    # Reading the certificates of authorities, which http:// has no use for, takes 20 ms.
+    # verify=False: loading the CA certificates, which http:// does not use, takes 20 ms.
     return httpx.Client(base_url=url, timeout=60, trust_env=False, verify=False)

@@ -1,4 +1,4 @@
-"""Files of requests, and waiting for batches, for tests of both."""
+"""Helpers for tests of files and batches: write files of requests, wait for batches."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
 
 
 def batch_of(id: str) -> records.Batch:
-    """A new batch of "me", as the store keeps it."""
+    """The stored record of a new batch of "me"."""
     return records.Batch(
         id, "me", CHATS, {}, "", 1, 1 << 40, input_file_id="file-1", completion_window="24h"
     )
 
 
 def jsonl(lines: list[Any]) -> bytes:
-    """Lines that are bytes already stay as they are."""
+    """The lines as JSON Lines; lines that are bytes are not encoded."""
     texts = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
     return b"\n".join(texts) + b"\n"
 
@@ -61,7 +61,7 @@ def begin(client: OpenAI, lines: list[Any], **settings: Any) -> Batch:
 
 
 def ended(client: OpenAI, id: str, seconds: float = 30.0) -> Batch:
-    """The batch once it is over."""
+    """Wait for the batch to end and return it."""
     deadline = time.monotonic() + seconds
     while True:
         batch = client.batches.retrieve(id)
@@ -72,7 +72,7 @@ def ended(client: OpenAI, id: str, seconds: float = 30.0) -> Batch:
 
 
 def answers(client: OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
-    """The lines of a batch's file by custom_id; each of them there once."""
+    """The lines of a batch's file by custom_id; asserts that each id occurs once."""
     if file_id is None:
         return {}
     lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]

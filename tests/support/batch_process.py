@@ -1,4 +1,4 @@
-"""A server with a made-up engine in a process of its own, that a test may kill."""
+"""A server with a fake engine in its own process, which a test may kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SERVER = Path(__file__).parent / "batch_server.py"
 
 @contextmanager
 def serving_process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Once it answers."""
+    """Start the server process; yields it once it answers."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, str(_SERVER), str(port), str(folder)], env=environ)
     try:

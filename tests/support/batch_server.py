@@ -1,4 +1,4 @@
-"""A server with a made-up engine, as a process of its own that a test can kill.
+"""A server with a fake engine, run as its own process, which a test can kill.
 
 python batch_server.py PORT FOLDER
 """

@@ -1,4 +1,4 @@
-"""Answers held to the types of the clients that read them."""
+"""Checks responses against the types of the client libraries that read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 
 
 def parsed(kind: Any, data: Any) -> Any:
-    """`data` as the client's type, which must have every field that it has, and miss none."""
+    """`data` parsed as the client's type; asserts that no field is unknown and none is missing."""
     value = _adapter(kind).validate_python(data)
     for model in _models(value):
         assert not model.__pydantic_extra__, (type(model).__name__, model.__pydantic_extra__)
@@ -34,7 +34,7 @@ def _models(value: Any) -> Iterator[BaseModel]:
 
 
 def typed_events(body: bytes) -> list[dict[str, Any]]:
-    """The events of a stream, each under the name of its type; comments are left out."""
+    """The events of a stream; asserts that each event has the name of its type. Skips comments."""
     events: list[dict[str, Any]] = []
     frames = body.decode().split("\n\n")
     assert frames.pop() == ""

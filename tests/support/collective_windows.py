@@ -1,7 +1,7 @@
-"""Which of a compiled program's all-reduces run beside something else.
+"""Counts the all-reduces of a compiled program that overlap with other work.
 
 On a TPU an all-reduce of the SparseCores is three instructions: call-start, call-update, which
-takes the operand, and call-done. What stands between the last two runs meanwhile.
+takes the operand, and call-done. The instructions between the last two run at the same time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Sums:
     """Numbers of all-reduces."""
 
     all: int  #: in the program
-    asynchronous: int  #: of them, those that begin and end as instructions of their own
-    beside: int  #: of those, the ones with a product between
+    asynchronous: int  #: those that begin and end in separate instructions
+    beside: int  #: those of the asynchronous ones that overlap with a product
 
 
 def sums_of(module: Module) -> Sums:
@@ -38,7 +38,7 @@ def _starts_sum(module: Module, made: Instruction) -> bool:
 
 
 def _window(entry: list[Instruction], start: str) -> list[Instruction]:
-    """What stands between an all-reduce's operand and its result."""
+    """The instructions between an all-reduce's call-update and its call-done."""
     update = next(i for i, made in enumerate(entry) if start in made.operands)
     done = next(i for i, made in enumerate(entry) if entry[update].name in made.operands)
     return entry[update + 1 : done]

@@ -1,8 +1,8 @@
-"""Compiles one of the engine's own steps, from shapes alone, for a device that need not be there;
-run as a program.
+"""Compiles one of the engine's steps, from shapes alone, for a device that need not exist here; run
+as a program.
 
-python program.py SPEC FOLDER: SPEC is the JSON of a `matrix.Spec`; FOLDER is where XLA_FLAGS told
-XLA to write what it made. Prints one JSON object of facts.
+python program.py SPEC FOLDER: SPEC is the JSON of a `matrix.Spec`; FOLDER is where XLA_FLAGS makes
+XLA write its dumps. Prints one JSON object of facts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import _pallas_set, _triton_for
 
 CAPABILITIES = {"h100": 90, "a100": 80, "l4": 89}
-#: By target, of up to 4 and up to 8 devices; a chip of v7x is two devices.
+#: Target -> topologies for up to 4 and up to 8 devices; a v7x chip is two devices.
 TOPOLOGIES = {
     "v5e": ("v5e:2x2", "v5e:2x4"),
     "v6e": ("v6e:2x2", "v6e:2x4"),
@@ -56,12 +56,12 @@ TOPOLOGIES = {
 CHIPS = {"a100": "a100-80"}
 #: Results with fewer elements are activations.
 LARGE = 1 << 20
-#: Positions that a page of the pool holds, and those that a sequence may have.
+#: Positions of a page of the pool; most positions of a sequence.
 PAGE, CONTEXT = 16, 8192
 
 
 class Step:
-    """A step and what it is compiled for."""
+    """A step and the target that it is compiled for."""
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def weights(self) -> list[Any]:
-        """Matrices on one device, as shapes; without the scales of int4, which a TPU that knows no
+        """Matrices on one device, as shapes; without the scales of int4, which a TPU without
         float16 may copy as bits.
         """
         scales = ("scale", "zeros", "lows")
@@ -87,7 +87,9 @@ class Step:
         ]
 
     def _share_read(self, path: Any, load: Load) -> float:
-        """Of an array of all experts: of the experts that any row chose; of another one: 1."""
+        """Share of an array that a step reads: for an array of all experts, the share of experts
+        that any row chose; else 1.
+        """
         experts = self.config.experts
         if experts is None or not {"gate_up", "down"} & set(path):
             return 1.0
@@ -95,14 +97,14 @@ class Step:
 
     @property
     def position_bytes(self) -> int:
-        """Keys and values of one position on one device."""
+        """Bytes of the keys and values of one position on one device."""
         c = self.config
         return c.n_layers * 2 * c.n_kv_heads * c.head_dim * self.kv_dtype.itemsize
 
     @property
     def pages(self) -> int:
-        """Of the pool: 32 sequences of the longest context counted, or what fits beside the
-        weights.
+        """Pages of the pool: enough for 32 sequences of the longest counted context, or as many as
+        fit beside the weights.
         """
         memory = self.chip.memory / (
             2 if self.spec.target == "v7x" else 1
@@ -112,11 +114,11 @@ class Step:
 
     @property
     def kept(self) -> Kept:
-        """The pools, all alike on one device."""
+        """The pools, which all have the same shape on one device."""
         return Kept({self.pages * PAGE * 2 * self.config.n_kv_heads * self.config.head_dim: 0})
 
     def lower(self) -> jax.stages.Lowered:
-        """For the target's devices, by the engine's own function."""
+        """The step lowered for the target's devices, by the engine's own function."""
         spec = self.spec
         sizes = StateSizes(max(SEATS, spec.seqs), self.pages, PAGE, CONTEXT, self.kv_dtype)
         mesh = make_mesh(devices_of(spec)[: spec.devices])
@@ -126,8 +128,8 @@ class Step:
             )
 
     def floor(self, load: Load) -> float:
-        """Bytes that a step cannot do without: weights read once, of experts those that a row goes
-        through, keys and values read and written once.
+        """Least bytes that a step must move: weights read once (only experts that a row uses), keys
+        and values read and written once.
         """
         weights = sum(
             leaf.size * leaf.dtype.itemsize * self._share_read(path, load)
@@ -166,7 +168,7 @@ class Step:
 
 
 class FamilyStep:
-    """A step of a family's own layers, the first ones of the model."""
+    """A step with the first layers of a family's model, which need not be the same."""
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -238,7 +240,7 @@ class FamilyStep:
         return size * experts_read(experts, load.rows) / experts.n_experts
 
     def describe(self, compiled: jax.stages.Compiled, folder: Path) -> dict[str, Any]:
-        """Bytes, and on GPUs what the program is made of."""
+        """Bytes, and on GPUs also the parts of the program."""
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert memory is not None and text is not None
         found = {
@@ -263,7 +265,7 @@ def _leaves(model: Model) -> list[tuple[Any, Any]]:
 
 
 def _is_of_experts(model: Any, path: Any) -> bool:
-    """Whether a weight is one of all experts' of a layer."""
+    """Whether a weight holds the matrices of all experts of a layer."""
     if path[0] != "layers" or not isinstance(model.layers[path[1]].mlp, Experts):
         return False
     return path[2:4] in (("mlp", "gate_up"), ("mlp", "down"))
@@ -280,7 +282,7 @@ def _model_for(spec: Spec, config: ModelConfig) -> Model:
 
 
 def devices_of(spec: Spec) -> Any:
-    """Devices that exist for the compiler only."""
+    """Devices that exist only for the compiler."""
     if spec.target in GPUS:
         config = (DATA / f"{spec.target}.txtpb").read_text()
         return topologies.get_topology_desc(
@@ -298,7 +300,7 @@ def kernels_for(spec: Spec) -> KernelSet:
 
 
 def _keep_mxfp4(model: Model) -> None:
-    """Experts as a checkpoint in MXFP4 has them, as shapes."""
+    """Replace the experts by the shapes of a checkpoint in MXFP4."""
     for linear in model.linears():
         if isinstance(linear, ExpertLinear):
             pack = partial(quantise, scheme="mxfp4", dtype=jnp.bfloat16)
@@ -306,7 +308,7 @@ def _keep_mxfp4(model: Model) -> None:
 
 
 def _lay_out(model: Model, kernels: KernelSet) -> None:
-    """fp8 matrices, and those of experts, as shapes of what serves them."""
+    """Replace fp8 matrices, and those of experts, by the shapes of their packed layout."""
     for linear in model.linears():
         kernel = linear.kernel.get_value()
         if isinstance(linear, ExpertLinear):
@@ -337,7 +339,7 @@ def loads(step: Step | FamilyStep) -> list[Load]:
 
 
 def thunks(folder: Path) -> dict[str, int]:
-    """How many command buffers the GPU's program is, and what lies outside of them."""
+    """Number of command buffers in the GPU's program, and of the thunks outside them."""
     lines = max(folder.glob("*thunk_sequence_after_thunk_passes.txt")).read_text().splitlines()
     outer = [line for line in lines if line[:1].isdigit()]
     buffers = sum("kCommandBuffer" in line for line in outer)
@@ -366,8 +368,8 @@ def copies(step: Step, made: Account) -> list[str]:
 
 
 def _sizes_of_rows(step: Step) -> set[tuple[int, int]]:
-    """Of a step's rows, and of all places of a mixture's blocks, which on 8 devices may be as large
-    as a share of a matrix.
+    """Sizes of arrays of a step's rows, and of all places of a mixture's blocks, which on 8 devices
+    may be as large as a share of a matrix.
     """
     experts, n_rows = step.config.experts, step.spec.rows
     found = {n_rows}
@@ -377,9 +379,9 @@ def _sizes_of_rows(step: Step) -> set[tuple[int, int]]:
 
 
 def wide_gates(step: Step, made: Account) -> list[str]:
-    """Instructions that write gates, and what they gate, as float32 to memory. Their number of
-    elements alone does not tell them: four parts of a product of 6,144 outputs have as many as
-    gates of 2 times 12,288.
+    """Instructions that write gates and ups to memory as float32. The number of elements alone does
+    not identify them: four parts of a product with 6,144 outputs have as many as gates and ups of
+    2 times 12,288.
     """
     width = step.config.intermediate_size
     size = step.spec.rows * 2 * width
@@ -387,13 +389,15 @@ def wide_gates(step: Step, made: Account) -> list[str]:
         name
         for name, array in made.made
         if (array.dtype, array.elements) == ("f32", size)
-        and len(array.dims) == 2  # no parts of another product
+        and len(array.dims) == 2  # not parts of another product
         and array.dims[-1] in (width, 2 * width)
     ]
 
 
 def fp8_products(module: Module) -> int:
-    """Products that take both operands in fp8 as they are: cuBLASLt's, and XLA's fusions."""
+    """Number of products that take both operands in fp8, unconverted: cuBLASLt's, and XLA's
+    fusions.
+    """
     count = 0
     for computation in module.computations.values():
         for made in computation.instructions.values():
@@ -406,7 +410,7 @@ def fp8_products(module: Module) -> int:
 
 
 def told(step: Step | FamilyStep, load: Load, made: Account) -> dict[str, Any]:
-    """One context's bytes and operations beside the floor and the roofline."""
+    """Bytes and operations at one context, compared with the floor and the roofline."""
     floor, chip = step.floor(load), step.chip
     kept = "bf16" if step.spec.weights == "plain" else step.spec.weights
     cost = ModelCost(step.whole, kept, "bf16" if step.spec.kv == "auto" else step.spec.kv)

@@ -1,10 +1,10 @@
-"""Which steps are compiled for which devices, and what came out; a program is compiled once and its
-facts are kept.
+"""The steps that are compiled for each device, and the facts of the compiled programs; each program
+is compiled once and its facts are stored.
 
-Each runs in a process of its own (`program`), with XLA's plugin for the target on its path:
-JITNEY_CUDA_PLUGIN, JITNEY_TPU_PLUGIN: folders made by `make test-compile`. JITNEY_COMPILED: where
-facts are kept as JSON, so that the tests and `docs/benchmarks/compiled_programs.py` compile each
-program once between them.
+Each compiler runs in its own process (`program`), with XLA's plugin for the target on its path:
+JITNEY_CUDA_PLUGIN, JITNEY_TPU_PLUGIN: folders made by `make test-compile`. JITNEY_COMPILED: folder
+of stored facts as JSON, so that the tests and `docs/benchmarks/compiled_programs.py` together
+compile each program once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from places import SUPPORT
 GPUS, TPUS = ("h100", "a100", "l4"), ("v5e", "v6e", "v7x")
 MODELS = ("llama-3.1-8b", "qwen3-8b")
 PLUGINS = {**dict.fromkeys(GPUS, "JITNEY_CUDA_PLUGIN"), **dict.fromkeys(TPUS, "JITNEY_TPU_PLUGIN")}
-#: How its weights fit in the memory of so many devices: 32 GB each of a v6e, 96 of a v7x, and 16 of
-#: a v5e, of which four hold it in int4 alone, where XLA copies the head in each step: its 32,064
-#: outputs a device are no whole vectors.
+#: The format in which this model's weights fit in the memory of several devices: 32 GB each of a
+#: v6e, 96 of a v7x, and 16 of a v5e. Four v5e hold it only in int4, where XLA copies the head in
+#: each step, since its 32,064 outputs per device are not whole vectors.
 LARGE_MODEL = "llama-3.1-70b"
 LARGE_KEPT_AS = {
     ("v5e", 8): "int8",
@@ -37,13 +37,13 @@ LARGE_KEPT_AS = {
     ("v7x", 4): "plain",
     ("v7x", 8): "plain",
 }
-#: A mixture of experts; how its weights fit, as above: of a v5e, eight hold it in bfloat16, four in
-#: int8.
+#: A mixture of experts, and the format in which its weights fit: eight v5e hold it in bfloat16,
+#: four in int8.
 MIXTURE = "qwen3-30b-a3b"
 MIXTURE_KEPT_AS = {("v5e", 4): "int8"}
 #: A mixture whose experts are stored in MXFP4.
 MXFP4 = "gpt-oss-20b"
-#: Families with other layers than Llama's, and how many of their layers have each kind.
+#: Families with layers that Llama does not have -> number of first layers that include each kind.
 FAMILIES = {
     MXFP4: 2,
     "qwen3.5-27b": 4,
@@ -55,25 +55,25 @@ FAMILIES = {
 }
 #: Devices of four chips.
 HOST = {"v5e": 4, "v6e": 4, "v7x": 8}
-#: Layers that are compiled of a mixture, and of a model over 4 and 8 devices.
+#: Number of layers that are compiled for a mixture, and for a model on 4 and 8 devices.
 FEW_LAYERS = 4
 #: Sequences of the decode steps, and the contexts at which the bytes of decode and of mixed steps
 #: are counted.
 SEQUENCES, CONTEXTS, MIXED_CONTEXTS = (1, 8, 32), (1024, 4096), (256, 1024)
 SEATS, MIXED_ROWS = 64, 512
-#: Decode steps of more rows than a product with int4 weights takes as a few.
+#: Rows of a decode step with more rows than the "few" of int4 products.
 MANY = 128
-#: More of them, for targets where that is cheap, and one of the others.
+#: More numbers of sequences, and the targets that use them: those that compile fast, and one more.
 MORE_SEQUENCES, COUNTED_CLOSELY = (1, 4, 8, 16, 32), (*GPUS, "v5e")
-#: Targets whose sampled steps are compiled, too: for TPUs these take minutes, and one is like the
-#: other.
+#: Targets for which sampled steps are compiled too: for TPUs these take minutes, so only one is
+#: included.
 SAMPLED = (*GPUS, "v6e")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One step. rows, seqs: its bucket. plain: all-greedy. layers 0: all of the model's. of_family:
-    layers as the model has them, not all alike; less is told of the step.
+    """One step. rows, seqs: its bucket. plain: all-greedy. layers 0: all layers. of_family: the
+    layers are those of the model, which may differ; fewer facts of the step are reported.
     """
 
     target: str
@@ -93,7 +93,7 @@ class Spec:
 
     @property
     def plugin(self) -> str:
-        """Folder of the target's plugin; "" where there is none."""
+        """Folder of the target's plugin, or ""."""
         return os.environ.get(PLUGINS[self.target], "")
 
     @property
@@ -118,14 +118,14 @@ class Spec:
 
 
 def kept_as(target: str, devices: int) -> str:
-    """bf16 where 16 GB of weights fit beside keys and values, int8 on an L4 (24 GB) and a v5e (16
-    GB).
+    """The weights' format: bf16 if 16 GB of weights fit beside keys and values, int8 on an L4 (24
+    GB) and a v5e (16 GB).
     """
     return "int8" if target in ("l4", "v5e") and devices == 1 else "plain"
 
 
 def every_spec() -> Iterator[Spec]:
-    """The matrix, the cheap targets first."""
+    """All specs, targets that compile fast first."""
     for target in (*GPUS, *TPUS):
         for model in MODELS:
             for devices in (1, 2):
@@ -139,7 +139,7 @@ def every_spec() -> Iterator[Spec]:
 
 
 def wide(target: str) -> Iterator[Spec]:
-    """Decode steps over 4 and 8 devices, of a few layers, since all are alike; and a mixed one."""
+    """Decode steps and a mixed step on 4 and 8 devices, with a few layers, since all are equal."""
     for devices in (4, 8):
         decode = Spec(target, "", SEQUENCES[-1], SEQUENCES[-1], devices=devices, layers=FEW_LAYERS)
         for model in MODELS:
@@ -150,8 +150,8 @@ def wide(target: str) -> Iterator[Spec]:
 
 
 def mixtures(target: str) -> Iterator[Spec]:
-    """Steps of a mixture: of an H100 all that are counted elsewhere, greedy; over 4 and 8 TPUs a
-    decode step and, over a host, a mixed one.
+    """Steps of a mixture: on an H100 all greedy steps that other models have; on 4 and 8 TPUs a
+    decode step, and on a whole host also a mixed one.
     """
     if target == "h100":
         of = Spec(target, MIXTURE, 1, 1, layers=FEW_LAYERS)
@@ -181,8 +181,8 @@ def families() -> Iterator[Spec]:
 
 
 def steps(of: Spec) -> Iterator[Spec]:
-    """Decode steps; on one device, and for the first model only where compiling is slow, mixed and
-    sampled ones.
+    """Decode steps; on one device also mixed and sampled steps, but only for the first model if
+    compiling is slow.
     """
     first = of.model == MODELS[0]
     if of.devices > 1:
@@ -203,7 +203,7 @@ def steps(of: Spec) -> Iterator[Spec]:
 
 
 def quantised(target: str) -> Iterator[Spec]:
-    """Decode with quantised weights and pools; fp8 where there are fp8 pools."""
+    """Decode steps with quantised weights and pools; fp8 if the target has fp8 pools."""
     of = Spec(target, MODELS[0], 8, 8)
     yield replace(of, weights="int8", kv="int8")
     yield replace(of, weights="int4")
@@ -220,8 +220,8 @@ def quantised(target: str) -> Iterator[Spec]:
 
 @functools.cache
 def facts(spec: Spec) -> dict[str, Any]:
-    """What `program` tells of a step: kept from an earlier run, or compiled now. Raises
-    RuntimeError if that fails.
+    """The facts that `program` reports of a step, stored by an earlier run or compiled now. Raises
+    RuntimeError if compiling fails.
     """
     before = kept(spec)
     if before is not None:
@@ -235,7 +235,7 @@ def facts(spec: Spec) -> dict[str, Any]:
 
 
 def kept(spec: Spec) -> dict[str, Any] | None:
-    """What an earlier run left of a step; None without one."""
+    """The facts that an earlier run stored, or None."""
     path = _kept_path(spec)
     if path is None or not path.exists():
         return None

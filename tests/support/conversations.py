@@ -1,5 +1,5 @@
 """Conversations as clients of all providers send them, and a check of the prompts that chat
-templates make of them.
+templates render from them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SandboxedTemplate:
         return cls(TemplateSource(text, SPECIAL_TOKENS, tools_template))
 
     async def render(self, messages: list[Json], variables: Json) -> str:
-        """As a service renders. Raises RequestError."""
+        """Render like a service. Raises RequestError."""
         given = {"add_generation_prompt": True} | variables
         try:
             return render_source(self.source, messages, **given)
@@ -58,13 +58,13 @@ class Talk:
     name: str
     messages: list[Json]
     tools: tuple[Tool, ...] = ()
-    #: Whether the answer goes on where the last message ends.
+    #: Whether the answer continues the last message.
     goes_on: bool = False
 
     async def prompt(
         self, template: SandboxedTemplate, abilities: ChatAbilities, warnings: list[str]
     ) -> str:
-        """What the template makes of it. Raises RequestError."""
+        """The prompt that the template renders. Raises RequestError."""
         use = ToolUse(self.tools) if self.tools else None
         messages = [_template_message(Message.model_validate(each)) for each in self.messages]
         shaped = finished(shaped_messages(messages, abilities, template.turns, use, warnings))
@@ -74,8 +74,8 @@ class Talk:
         return await template.render(shaped, variables)
 
     def faults(self, prompt: str) -> list[str]:
-        """What is wrong with a prompt of the conversation: texts that are missing, doubled or out
-        of order, tools without a name.
+        """The faults of a prompt of the conversation: texts that are missing, repeated or out of
+        order, tools without a name.
         """
         faults = [f"no tool {tool.name}" for tool in self.tools if tool.name not in prompt]
         floor = 0
@@ -98,7 +98,7 @@ class Talk:
 
 
 def finished(work: Any) -> Any:
-    """What work that may be stopped returns."""
+    """The result of sliced work, run to its end."""
     while True:
         try:
             next(work)
@@ -107,8 +107,8 @@ def finished(work: Any) -> Any:
 
 
 def _groups(messages: Sequence[Json]) -> Iterator[list[Json]]:
-    """The messages, each with calls together with the results behind it, which may stand between
-    its calls.
+    """The messages in groups: a message with calls and the results after it, which a prompt may put
+    between the calls.
     """
     group: list[Json] = []
     for message in messages:
@@ -131,7 +131,7 @@ def _said(group: list[Json]) -> Iterator[str]:
 
 
 def _once(group: list[Json]) -> Iterator[str]:
-    """The texts of a group that may stand in a prompt only once."""
+    """The texts of a group that a prompt may contain only once."""
     for message in group:
         content = message.get("content") or ""
         parts = [content] if isinstance(content, str) else [part["text"] for part in content]
@@ -142,7 +142,7 @@ def _once(group: list[Json]) -> Iterator[str]:
 
 
 def _values(arguments: str) -> Iterator[str]:
-    """What a prompt shows of a call's arguments: its texts, or what the model wrote for them."""
+    """The texts in a call's arguments that a prompt must show, or the model's raw text for them."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:
@@ -154,7 +154,7 @@ def _values(arguments: str) -> Iterator[str]:
 
 
 def _spellings(text: str) -> set[str]:
-    """A text, and as it stands within a JSON string."""
+    """The text itself, and its form inside a JSON string."""
     return {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
 
 
@@ -198,7 +198,7 @@ _WEATHER = Tool(
     },
 )
 _CLOCK = Tool("read_clock", "The time")
-#: As generators of schemas write them, and as a client may leave them.
+#: A tool with optional parameters, as schema generators write them.
 _OPTIONAL = Tool(
     "search_notes",
     "Search",

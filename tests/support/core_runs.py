@@ -1,4 +1,4 @@
-"""Random lives of a core on fakes, and what must hold of them."""
+"""Random runs of a core on a fake device, and invariants that they must satisfy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST = min(CONTEXT, (PAGES - 1) * PAGE_SIZE + 1)
 
 
 def cramped_core(**settings: Any) -> EngineCore:
-    """A core whose pages do not suffice for all seats; settings: of `make_core`."""
+    """A core with too few pages for all seats; settings: of `make_core`."""
     sizes: dict[str, Any] = {"pages": PAGES, "page_size": PAGE_SIZE, "context": CONTEXT}
     return make_core(**{"seats": 4, "budget": 13, "batch_size": 3, **sizes, **settings})
 
@@ -28,8 +28,8 @@ def cramped_core(**settings: Any) -> EngineCore:
 def random_request(
     rng: random.Random, number: int, now: float = 0.0, background: float = 0.0
 ) -> EngineRequest:
-    """Few distinct beginnings, so that pages are shared; about 1 in 20 can never run.
-    background: the share that nobody waits for.
+    """A random request. Requests have few distinct prefixes, so that pages are shared; about 1 in
+    20 can never run. background: share of background requests.
     """
     head = [rng.randrange(1, 4)] * rng.choice((0, 4, 8, 12))
     prompt = head + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
@@ -55,8 +55,8 @@ def random_request(
 def random_events(
     core: EngineCore, clock: FakeClock, rng: random.Random, count: int
 ) -> tuple[list[EngineRequest], list[SequenceOutput]]:
-    """So many times submit, abort or step, then until nobody is left: everybody who came, and all
-    outputs.
+    """Submit, abort or step `count` times, then step until no request is left. Returns all requests
+    and all outputs.
     """
     requests: list[EngineRequest] = []
     outputs: list[SequenceOutput] = []
@@ -87,8 +87,8 @@ def random_events(
 def steps_with_arrivals(
     core: EngineCore, requests: list[EngineRequest], pause: random.Random
 ) -> Iterator[list[SequenceOutput]]:
-    """The outputs of each step until all requests are answered. Each request comes at a random
-    step; after each step all is accounted for.
+    """The outputs of each step until all requests are answered. Each request arrives at a random
+    step; after each step the core's page accounting is checked.
     """
     coming = list(requests)
     while coming or core.has_work:
@@ -102,8 +102,9 @@ def steps_with_arrivals(
 def alike_requests(
     shapes: Iterable[tuple[int, int, int, int, str]],
 ) -> list[EngineRequest]:
-    """A request for each (prompt tokens, output tokens, head, n, kind); those with the same head,
-    but 0, have prompts that start alike. kind: "background", "leaves" (it has a deadline), or "".
+    """A request for each (prompt tokens, output tokens, head, n, kind). Requests with the same
+    nonzero head have prompts with a common prefix. kind: "background", "leaves" (it has a
+    deadline), or "".
     """
     return [
         make_request(
@@ -121,7 +122,7 @@ def alike_requests(
 def forgetful_run(
     core: EngineCore, requests: list[EngineRequest], pause: random.Random
 ) -> list[SequenceOutput]:
-    """All outputs of `steps_with_arrivals`; cached prefixes are forgotten now and then."""
+    """All outputs of `steps_with_arrivals`; resets the prefix cache at random steps."""
     outputs: list[SequenceOutput] = []
     for new in steps_with_arrivals(core, requests, pause):
         outputs += new
@@ -131,8 +132,8 @@ def forgetful_run(
 
 
 def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutput]) -> None:
-    """Each sequence ended once; who ended by itself has its solo tokens, everybody else a beginning
-    of them.
+    """Assert that each sequence ended once. A sequence that finished by itself must have its solo
+    tokens, any other one a prefix of them.
     """
     ends = ends_of(outputs)
     assert set(ends) == {(request.id, i) for request in requests for i in range(request.sampling.n)}
@@ -148,5 +149,5 @@ def assert_solo_tokens(requests: list[EngineRequest], outputs: list[SequenceOutp
                 LONGEST - len(request.prompt),
             )
             assert got == want[: len(got)]
-            if end.tokens:  # else it was ended from outside
+            if end.tokens:  # else it was aborted
                 assert end.finish in ("stop", "length") and got == want

@@ -1,4 +1,4 @@
-"""What the compiled library can do on this machine."""
+"""Capabilities of the compiled CPU library on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jitney.kernels.cpu.library import NoLibrary, load
 
 
 def packs_here() -> bool:
-    """Whether weights are packed in panels on this machine; False also where no library runs."""
+    """Whether weights are packed in panels on this machine; False if no library runs."""
     try:
         return load().packs
     except NoLibrary:

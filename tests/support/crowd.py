@@ -1,4 +1,4 @@
-"""An open loop of clients on the virtual clock, who come back when they were told to."""
+"""An open loop of clients on the virtual clock, who retry after the wait that the server gives."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class _Visit:
 
     client: int
     number: int = 0
-    #: In the crowd: a later attempt, before the last client came for the first time.
+    #: Whether it is a retry before the last client's first attempt.
     during: bool = False
 
 
 @dataclass(slots=True)
 class CrowdRun:
-    """What became of a crowd."""
+    """The results of a crowd."""
 
-    #: Every attempt that was let in, in order of its end.
+    #: All accepted attempts, in order of completion.
     served: list[RequestRecord] = field(default_factory=list)
-    #: First attempts that were refused.
+    #: Number of first attempts that were refused.
     turned_away: int = 0
-    #: Later attempts, and those of them that were let in.
+    #: Number of retries, and of accepted retries.
     returns: int = 0
     taken: int = 0
-    #: The same, of later attempts before the last client came for the first time.
+    #: The same for retries before the last client's first attempt.
     returns_during: int = 0
     taken_during: int = 0
-    #: Seconds told, each time.
+    #: Wait of each refusal, in seconds.
     waits: list[float] = field(default_factory=list)
-    #: Refusals while a seat and pages were free and no request waited.
+    #: Number of refusals while a seat and pages were free and no request waited.
     refused_beside_free_seats: int = 0
 
     @property
@@ -56,13 +56,13 @@ class CrowdRun:
         return self.taken / max(1, self.returns)
 
     def first_token_s(self, quantile: float) -> float:
-        """Of those let in, from the attempt that succeeded to its first token."""
+        """Quantile of the seconds from an accepted attempt to its first token."""
         waits = sorted(r.first_token - r.arrival for r in self.served if r.first_token is not None)
         return waits[min(len(waits) - 1, int(quantile * len(waits)))]
 
 
 class _Comings(Offer):
-    """Arrivals and returns by time. obeys: the share of clients that come back at all."""
+    """Arrivals and retries by time. obeys: the share of clients that retry."""
 
     def __init__(self, arrivals: list[Arrival], obeys: float):
         super().__init__([], self._request, 0)
@@ -90,7 +90,7 @@ class _Comings(Offer):
         self._visits[name] = _Visit(client, number, during)
         self.run.returns += number > 0
         self.run.returns_during += during
-        # A prompt of its own, so that no pages are found.
+        # A prompt of its own, so that no cached pages match.
         arrival = self.arrivals[client]
         return arrival.request(name, [client + 1] * arrival.n_prompt, at)
 
@@ -117,7 +117,7 @@ class _Comings(Offer):
 
 
 def _has_free_seat(core: EngineCore, request: EngineRequest) -> bool:
-    """Whether a request would find a seat and pages at once, by what is told of the seats."""
+    """Whether a request would get a seat and pages at once, by the core's seat map."""
     pool = core.scheduler.pool
     free = sum(seat.state == "free" for seat in core.seat_map().seats)
     pages = pool.pages_for(len(request.prompt)) + len(core.seat_map().seats) - free
@@ -127,7 +127,7 @@ def _has_free_seat(core: EngineCore, request: EngineRequest) -> bool:
 def crowd(
     arrivals: list[Arrival], shape: EngineShape, table: StepTimes, *, obeys: float = 1.0
 ) -> CrowdRun:
-    """Run until all have been served, or have given up."""
+    """Run until all clients are served or have given up."""
     device = VirtualDevice(table, 0)
     core = device.new_core(shape)
     comings = _Comings(arrivals, obeys)

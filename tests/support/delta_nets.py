@@ -1,4 +1,4 @@
-"""Gated delta nets and layers of Mamba-2 by their definition in numpy, and made-up steps."""
+"""Gated delta nets and Mamba-2 layers by their definition in numpy, and random steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.proof_shapes import distance
 
-#: Of the norm of what a head reads.
+#: Epsilon of the norm of a head's output.
 EPS = 1e-5
-#: Of the steps of Mamba-2: some are clamped.
+#: Least and greatest time step of Mamba-2, chosen so that some steps are clamped.
 LIMITS = (0.1, 2.0)
 
 
 class Sizes(NamedTuple):
-    """G, H, D, V, W and M of `jitney.kernels.delta_net`; whether it is one, or else of Mamba-2."""
+    """G, H, D, V, W and M of `jitney.kernels.delta_net`; True for a delta net, False for
+    Mamba-2.
+    """
 
     key_heads: int = 2
     heads: int = 4
@@ -39,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 def of_mamba(layer_of: Any) -> Any:
-    """A kernel set's layer of Mamba-2, called as a delta net is."""
+    """A kernel set's Mamba-2 layer with the call signature of a delta net."""
 
     def layer(x: Any, rates: Any, *others: Any, eps: float) -> Any:
         read, state = layer_of(x, *others, limits=LIMITS)
@@ -74,8 +76,8 @@ def _draw(sizes: Sizes, rng: np.random.Generator, dtype: Any) -> DeltaWeights:
 
 @dataclass(eq=False)
 class Text:
-    """The rows of one sequence, whose state is in a slot: x [L, C + H V], or of Mamba-2 [L, C + H],
-    rates [L, 2 H].
+    """The rows of one sequence, whose state is in a slot: x [L, C + H V], or [L, C + H] for
+    Mamba-2; rates [L, 2 H].
     """
 
     slot: int
@@ -92,16 +94,16 @@ class Text:
 
 @dataclass
 class Step:
-    """The next rows of some texts: (text, how many), and rows and sequences of the bucket.
+    """The next rows of some texts: (text, number of rows), and rows and sequences of the bucket.
 
-    saves: of some texts, (after how many of these rows, the slot where the state is left then);
-    at two positions at most. to: the slot that a text goes on in.
+    saves: for some texts, (number of these rows, slot to which the state after them is written), at
+    two positions at most. to: the slot in which a text continues.
     """
 
     parts: list[tuple[Text, int]]
     rows: int
     seqs: int
-    #: The last row of each text that was computed is computed again.
+    #: Whether the last computed row of each text is computed again.
     again: bool = False
     saves: list[tuple[Text, int, int]] = field(default_factory=list[tuple[Text, int, int]])
     to: list[tuple[Text, int]] = field(default_factory=list[tuple[Text, int]])
@@ -152,7 +154,7 @@ class Step:
 
 
 def dirty_state(sizes: Sizes) -> DeltaState:
-    """What others left in the slots: nothing that the next may read."""
+    """Slots filled with the numbers of other sequences, which new ones must not read."""
     values = sizes.heads * sizes.width
     memory = jnp.full((sizes.slots, sizes.heads, sizes.dim, sizes.width), jnp.nan)
     taps = jnp.full((sizes.slots, sizes.taps, sizes.channels), jnp.nan)
@@ -160,7 +162,7 @@ def dirty_state(sizes: Sizes) -> DeltaState:
 
 
 def definition(sizes: Sizes, weights: Any, text: Text) -> np.ndarray:
-    """[L, H V] of one sequence."""
+    """The output of one sequence by definition, [L, H V]."""
     if not sizes.corrects:
         read = definitions.mamba(text.x, weights, sizes.key_heads, sizes.dim, LIMITS)
         return read.reshape(len(read), -1)
@@ -174,7 +176,7 @@ def run(
     weights: Any,
     dtype: Any = "float32",
 ) -> tuple[list[np.ndarray], DeltaState]:
-    """The rows of each step, and the state behind them."""
+    """The output rows of each step, and the final state."""
     compiled = jax.jit(kernel, static_argnames="eps", donate_argnums=3)
     state, outputs = dirty_state(sizes), []
     for step in steps:
@@ -185,8 +187,8 @@ def run(
 
 
 def in_pieces(kernel: Any, sizes: Sizes) -> dict[str, Any]:
-    """Prompts in odd pieces beside sequences that decode, in slots that hold others' numbers: the
-    greatest distance from the definition, and whether the other slots hold what they held.
+    """Prompts in odd pieces together with sequences that decode, in slots with other numbers.
+    Returns the greatest distance from the definition, and whether other slots are unchanged.
     """
     rng = np.random.default_rng(3)
     weights = draw_weights(sizes, rng)
@@ -209,7 +211,7 @@ def in_pieces(kernel: Any, sizes: Sizes) -> dict[str, Any]:
                     found += list(rows[first : first + count])
                 first += count
         distance = np.abs(found - definition(sizes, weights, text)).max()
-        error = float(np.maximum(error, distance))  # max of Python loses a NaN
+        error = float(np.maximum(error, distance))  # Python's max loses a NaN
     lengths = np.asarray(state.lengths)[[3, 0, 1]].tolist()
     memory = np.asarray(state.memory)
     same = lengths == [45, 6, 3] and bool(np.isnan(memory[[2, 4]]).all())
@@ -217,9 +219,9 @@ def in_pieces(kernel: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 def row_by_row(kernel: Any, sizes: Sizes) -> dict[str, Any]:
-    """Sequences that begin, go on in their slot and in others, and have a row computed again, in
-    steps of decode only with free seats: the greatest distance of any row from the definition, and
-    whether each slot has the taps and the length of what was last written to it.
+    """Sequences that begin, continue in their slot and in others, and compute a row again, in
+    decode-only steps with free seats. Returns the greatest distance of any row from the definition,
+    and whether each slot has the taps and the length that were last written to it.
     """
     sizes = sizes._replace(slots=6)
     rng = np.random.default_rng(7)
@@ -269,8 +271,8 @@ def _holds(state: DeltaState, sizes: Sizes, slot: int, x: np.ndarray) -> bool:
 
 
 def from_checkpoints(kernel: Any, sizes: Sizes) -> dict[str, Any]:
-    """A prompt whose state is saved twice in a step, and sequences that go on from there: the
-    greatest distance of any row from the definition.
+    """A prompt whose state is saved twice in a step, and sequences that continue from there.
+    Returns the greatest distance of any row from the definition.
     """
     sizes = sizes._replace(slots=9)
     rng = np.random.default_rng(4)
@@ -284,7 +286,7 @@ def from_checkpoints(kernel: Any, sizes: Sizes) -> dict[str, Any]:
         Step([(first, 1), (other, 1)], 4, 4, to=[(first, 1)]),
     ]
     second.done, third.done = 2, 37
-    # Both read what is read later, too, and leave it as it is.
+    # Both read slots that are read again later, and do not change them.
     steps.append(Step([(second, 9), (third, 1)], 16, 4, to=[(second, 2), (third, 4)]))
     second.slot, third.slot, second.done, third.done = 5, 0, 2, 37
     again = [(second, 6), (third, 7), (first, 2)]
@@ -314,10 +316,10 @@ def from_checkpoints(kernel: Any, sizes: Sizes) -> dict[str, Any]:
 
 
 def of_every_length(kernel: Any, sizes: Sizes) -> dict[str, Any]:
-    """Prompts of many lengths and an empty one in a step, then further rows of each: the greatest
-    distance of any row from the definition, in its root mean square, whether the other slots hold
-    what they held, and whether the longest prompt has the same bits alone, and cut where a chunk
-    ends. One head forgets at once, another hardly ever; one prompt is one row over and over.
+    """Prompts of many lengths and an empty one in a step, then further rows of each. Returns the
+    greatest distance of any row from the definition, in its root mean square; whether other slots
+    are unchanged; and whether the longest prompt has the same bits alone, and cut at a chunk's end.
+    One head forgets at once, another hardly ever; one prompt repeats a single row.
     """
     lengths, later = (15, 1, 16, 0, 63, 64, 65, 200), (200, 3, 65, 0, 8, 31, 33, 40)
     sizes = sizes._replace(slots=10)
@@ -355,8 +357,8 @@ def of_every_length(kernel: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-#: Of each step, how many rows of two texts are right, and how many are of wrong drafts behind them.
-#: The first step has prompts; the third one writes the slot that it reads, and then others.
+#: For each step, the number of right rows of two texts, and of wrong drafts after them. The first
+#: step has prompts; the third one writes the slot that it reads, and then others.
 _DRAFTED = (
     ((6, 0), (2, 0)),
     ((2, 1), (1, 3)),
@@ -369,9 +371,9 @@ _DRAFTED = (
 
 
 def after_drafts(kernel: Any, sizes: Sizes) -> dict[str, Any]:
-    """Sequences with up to three drafts in a step: the greatest distance of their right rows from
-    the definition, and whether another slot holds what it held. What a step is told does not say
-    which drafts of the one before were right.
+    """Sequences with up to three drafts in a step. Returns the greatest distance of their right
+    rows from the definition, and whether another slot is unchanged. The inputs of a step do not say
+    which drafts of the previous step were right.
     """
     sizes = sizes._replace(slots=9)
     rng = np.random.default_rng(6)
@@ -412,8 +414,9 @@ class _DraftedStep(NamedTuple):
 
     @classmethod
     def of(cls, parts: list[tuple[Text, int]], *, decodes: bool) -> _DraftedStep:
-        """parts: (rows of a text in its slot, position of the first), three drafts each at most,
-        which are sequences elsewhere. decodes: not so of prompts.
+        """A step of parts (rows of a text in its slot, position of the first row), with at most
+        three drafts each, which are separate sequences outside recurrent layers. decodes: False for
+        prompts.
         """
         counts = [len(text.x) for text, _ in parts]
         ends = np.cumsum([0, *counts])

@@ -1,6 +1,4 @@
-"""What the files under configs/deploy say: commands of ours, probes, and the stages of the
-Dockerfile.
-"""
+"""Reads the files under configs/deploy: our commands, probes, and the stages of the Dockerfile."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from places import CONFIGS, DEPLOY, ROOT
 
 
 class Stage(NamedTuple):
-    """One stage of the Dockerfile: its lines as (instruction, the rest of it)."""
+    """One stage of the Dockerfile: its lines as (instruction, arguments)."""
 
     name: str
     base: str
     lines: list[tuple[str, str]]
 
     def all(self, instruction: str) -> list[str]:
-        """The rests of the lines with this instruction."""
+        """The arguments of all lines with this instruction."""
         return [rest for name, rest in self.lines if name == instruction]
 
 
@@ -67,8 +65,8 @@ def unit_lines(section: str) -> list[tuple[str, str]]:
 
 
 def serve_commands() -> Iterator[tuple[str, list[str]]]:
-    """(where, the words after `jitney`) of every command that starts an engine, in the files and
-    in docs/deploy.md.
+    """(source, words after `jitney`) of every command that starts an engine, in the files and in
+    docs/deploy.md.
     """
     (command,) = stages()["base"].all("CMD")
     yield "Dockerfile", yaml.safe_load(command)
@@ -88,5 +86,5 @@ def serve_commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def with_files_here(words: list[str]) -> list[str]:
-    """The same, reading our own files in place of those that are installed."""
+    """The words with paths of installed files replaced by our own files."""
     return [re.sub(r"^/etc/jitney/(.*\.toml)$", rf"{CONFIGS}/\1", word) for word in words]

@@ -1,5 +1,5 @@
-"""Checks of heads that draft, whatever they are: their drafts are those of a naive pass over the
-whole text, and they change no token.
+"""Checks of all kinds of drafting heads: their drafts equal those of a naive pass over the whole
+text, and they change no token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPTS = [
     for number, length in enumerate((5, 40, 71, 23, 34))
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
-#: One for each of the prompts.
+#: Sampling parameters, one for each of the prompts.
 MIXED = [
     SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.1, seed=3, max_tokens=60, ignore_eos=True, n=2),
@@ -51,7 +51,7 @@ MIXED = [
 
 
 def with_layer(tensors: Tensors, like: str, name: str, added: float) -> Tensors:
-    """With one layer more; layers add `added` times as much."""
+    """The tensors with one layer more; layers add `added` times as much."""
     for own in [own for own in tensors if own.startswith(like)]:
         new = name + own.removeprefix(like)
         tensors[new] = SCRIPT.random_tensor(new, tensors[own].shape)
@@ -80,7 +80,7 @@ def fed_forward(own: Tensors, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def with_bytes(folder: str) -> str:
-    """A model folder, whose tokens become bytes, with which answers can be held to rules."""
+    """A model folder with a tokenizer of single bytes, so that answers can follow a grammar."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
     tokenizer = Tokenizer(BPE({byte: token for token, byte in enumerate(alphabet)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,7 +89,7 @@ def with_bytes(folder: str) -> str:
 
 
 class Watch:
-    """The drafts of each step that an engine runs, as the device has them when it is launched."""
+    """Records the drafts of each step that an engine runs, from the device at launch."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
         self.runner: Any = llm.core.runner
@@ -112,7 +112,7 @@ class Watch:
         monkeypatch.setattr(self.runner, "fetch", fetching)
 
     def found(self) -> list[tuple[list[int], list[int]]]:
-        """(text, drafts behind it) of every step of each sequence that decoded."""
+        """(text, drafts after it) for every step of each decoding sequence."""
         lengths: dict[Any, int] = {}
         found: list[tuple[list[int], list[int]]] = []
         for plan, seats, drafts in self.plans:
@@ -138,8 +138,8 @@ def check_drafts(
     count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compare drafts of some forty steps, `count` of a sequence at most, with naive(text, as many):
-    what the head drafts behind a text.
+    """Compare the drafts of some forty steps, at most `count` per sequence, with naive(text, number
+    of drafts), which returns the head's drafts after a text.
     """
     watch = Watch(llm, monkeypatch)
     for prompts in (PROMPTS, [PROMPTS[2]]):
@@ -164,8 +164,8 @@ def answers(llm: LLM, params: Any, prompts: list[list[int]] = PROMPTS) -> list[A
 
 
 def check_crowd(expected: list[Any], found: list[Any], llm: LLM) -> None:
-    """Answers are those without drafts, of which some were right, some wrong, and some lost with
-    their sequence's pages. The first one has log-probabilities.
+    """Answers equal those without drafts; some drafts are right, some wrong, and some lost with
+    their sequence's pages. The first answer has log-probabilities.
     """
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     scores, own = (
@@ -177,8 +177,8 @@ def check_crowd(expected: list[Any], found: list[Any], llm: LLM) -> None:
 
 
 def check_few_pages(expected: list[Any], llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences lose their pages, and a prompt comes again alone, behind pages that are found; the
-    memory is given back meanwhile. expected: answers without drafts to MIXED.
+    """Sequences lose their pages. Then the engine sleeps and wakes, and a prompt runs alone twice,
+    the second time with a cached prefix. expected: answers to MIXED without drafts.
     """
     monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
     check_crowd(expected, answers(llm, MIXED), llm)
@@ -192,7 +192,7 @@ def check_few_pages(expected: list[Any], llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def check_rules(plain: LLM, llm: LLM) -> None:
-    """Sequences that are held to rules, whose tokens are chosen behind the step, check drafts."""
+    """Sequences under a grammar, whose tokens are chosen after the step, also verify drafts."""
     params = msgspec.structs.replace(GREEDY, banned_sequences=((5, 6), (7, 7, 7)))
     before = llm.core.ledger.totals["accepted"]
     found = answers(llm, params)
@@ -203,7 +203,7 @@ def check_rules(plain: LLM, llm: LLM) -> None:
 def check_several_devices(
     plain: LLM, model: str, speculative: str, draft_model: str, folder: Path
 ) -> None:
-    """Two devices, in a process of their own, draft as well as one, and answer what it answers."""
+    """Two devices, in a separate process, draft as well as one device, and give its answers."""
     prompts, params = PROMPTS[:2], msgspec.structs.replace(GREEDY, max_tokens=40)
     job = "drafted", "drafted", [2, speculative, draft_model, model, prompts]
     found = run_on_devices("sharding_program.py", folder, [job])
@@ -214,7 +214,7 @@ def check_several_devices(
 
 
 def check_what_is_left(plain: LLM, llm: LLM) -> None:
-    """What an aborted request and a failed step leave is not read."""
+    """State left by an aborted request and a failed step is not read."""
     (expected,) = answers(plain, MIXED[0], [PROMPTS[2]])
     llm.core.add(EngineRequest(id="left", prompt=PROMPTS[1], sampling=GREEDY, arrival=0.0))
     for _ in range(12):

@@ -1,5 +1,5 @@
-"""Folders of tiny encoders whose numbers transformers computed: weights that are drawn anew, and
-tokenizers of words.
+"""Folders of the tiny encoders whose reference numbers transformers computed: weights drawn again
+from their names, and tokenizers of words.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 REFERENCE: dict[str, Any] = json.loads((DATA / "reference_encoders.json").read_text())
-#: The script that made them; `tests/support` is on the path.
+#: The script that made the reference numbers; `tests/support` is on the path.
 SCRIPT = importlib.import_module("make_reference_encoders")
-#: Each architecture's special tokens: what begins a text, what ends it, and its template of pairs.
+#: Architecture -> its special tokens: first token, last token, and template of pairs.
 _SPECIALS = {
     "Bert": ("[CLS]", "[SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
     "XLMRoberta": ("<s>", "</s>", "<s> $A </s> </s> $B </s>"),
@@ -28,13 +28,13 @@ _SPECIALS = {
 
 
 def tensors_of(architecture: str) -> dict[str, np.ndarray]:
-    """The weights that transformers had."""
+    """The weights of the transformers model."""
     shapes = REFERENCE[architecture]["shapes"]
     return {name: SCRIPT.random_tensor(name, tuple(shape)) for name, shape in shapes.items()}
 
 
 def tokenizer_of(architecture: str) -> Tokenizer:
-    """Token i is the word t<i>, but for those that begin and end a text."""
+    """A tokenizer in which token i is the word t<i>, except for the ends of a text."""
     is_bert = architecture.startswith("Bert")
     first, separator, pair = _SPECIALS["Bert" if is_bert else "XLMRoberta"]
     tokens = SCRIPT.BERT_TOKENS if is_bert else SCRIPT.XLM_TOKENS
@@ -58,16 +58,16 @@ def write_encoder(
     extra: dict[str, np.ndarray] | None = None,
     **config: Any,
 ) -> Path:
-    """A folder as published models have it. pooling: cls or mean, as sentence-transformers says
-    it; None: it is no such folder. extra: tensors beside the model's own. config: what its
-    config.json says otherwise.
+    """Write a folder with the files of published models. pooling: cls or mean, in the files of
+    sentence-transformers; None: without these files. extra: tensors beside the model's own. config:
+    entries of config.json that differ.
     """
     folder.mkdir(exist_ok=True)
     save_file(tensors_of(architecture) | (extra or {}), folder / "model.safetensors")
     settings = REFERENCE[architecture]["config"] | config
     (folder / "config.json").write_text(json.dumps(settings))
     tokenizer = tokenizer_of(architecture)
-    # Published tokenizers cut and fill texts up unless they are told not to.
+    # Published tokenizers truncate and pad texts by default.
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=16)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -83,7 +83,7 @@ def write_encoder(
 
 
 def write_pooling(folder: Path, config: dict[str, Any], *more: str) -> None:
-    """modules.json and what it names. more: classes of further modules."""
+    """Write modules.json and the files that it names. more: classes of further modules."""
     kinds = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"]
     modules = [
         {

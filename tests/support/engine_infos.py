@@ -1,4 +1,4 @@
-"""What fake engines say of themselves, by the flat names that the page and reports have."""
+"""Engine infos of fake engines, from flat field names as on the page and in reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FAKE: dict[str, Any] = dict(
 
 
 def engine_info(**fields: Any) -> EngineInfo:
-    """Of a small fake engine, but for these fields."""
+    """The info of a small fake engine, with these fields changed."""
     left = _FAKE | fields
     grouped: dict[str, Any] = {}
     for group, names in _GROUPS.items():
@@ -49,6 +49,6 @@ def engine_info(**fields: Any) -> EngineInfo:
 
 
 def changed(info: EngineInfo | None, **fields: Any) -> EngineInfo:
-    """The same but for these fields."""
+    """The info with these fields changed."""
     assert info is not None
     return engine_info(**info.flat() | fields)

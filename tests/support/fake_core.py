@@ -1,4 +1,4 @@
-"""The engine's own scheduler on a fake device, in a process of its own:
+"""The engine's own scheduler on a fake device, in a separate process:
 `ProcessClient(builder="fake_core:build")`.
 """
 
@@ -13,7 +13,7 @@ SEATS, PAGES, PAGE_SIZE, CONTEXT = 4, 33, 4, 64
 
 
 class SlowRunner(FakeRunner):
-    """Each step takes a few milliseconds, so that there is time to interrupt one."""
+    """A runner whose steps take a few milliseconds, so that a test can interrupt one."""
 
     def fetch(self, launched):
         time.sleep(0.004)

@@ -1,4 +1,5 @@
-"""An engine of a few lines for `bench peers`: streams so many tokens a second to each request.
+"""An engine of a few lines for `bench peers`: streams a fixed number of tokens a second to each
+request.
 
     python fake_engine.py NAME LOG [--tokens-s X] [--extra-token] [--die] --host HOST --port PORT
 
@@ -97,7 +98,7 @@ class Server(ThreadingHTTPServer):
 if args.die:
     write("dies")
     sys.exit("no such model, says the fake")
-# A shell that runs us behind other work has it ignored.
+# A shell that starts this program in the background makes it ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 write("starts")
 try:

@@ -1,6 +1,6 @@
-"""A scripted engine as a process of its own, started as `jitney serve` is: a fleet's engine without
-a model. To a prompt that says "slowly" it answers for half a minute; with `--revision broken` it
-ends. A host that is not an engine's first serves nothing, as with `jitney serve`.
+"""A scripted engine in its own process, started like `jitney serve`: a fleet's engine without a
+model. It takes half a minute to answer a prompt with the word "slowly"; with `--revision broken` it
+exits. A host that is not an engine's first serves nothing, as with `jitney serve`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from jitney.engine.server.http.access import ApiKeys
 from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 _TEXT = "Hello, wörld! " * 4
-#: Seconds before each token, as a rule, and where the prompt asks for it.
+#: Seconds before each token: usually, and for a prompt with the word "slowly".
 _DELAY_S, _SLOWLY_S = 0.01, 0.5
 
 
 class _Client(FakeClient):
-    """Beyond its seats, each open request makes a newcomer wait a second, and waits itself."""
+    """A client whose expected wait is one second for each open request beyond its seats; these
+    requests wait.
+    """
 
     async def _outputs(
         self, request: EngineRequest, script: Script
@@ -51,7 +53,7 @@ def _flag(name: str) -> str:
 
 
 def _hear_the_fleet(keys: ApiKeys) -> None:
-    """Until its end. A line says what counts from now on of the environment."""
+    """Read standard input to its end; each line has new values of environment variables."""
     for line in sys.stdin:
         keys.replace((), _digests(json.loads(line)["JITNEY_ADMIN_KEYS"]))
 

@@ -1,8 +1,8 @@
-"""A device made of numpy arrays, for tests of the host half: it computes tokens only from what it
-was told to store.
+"""A fake device of numpy arrays, for tests of the host side: it computes tokens only from the
+contents of its pages.
 
 Every row writes its token and position into a flat page array, and a sampled row reads its whole
-context back through the page table. A wrong page table, a page reused too early or a seat mixed up
+context back through the page table. A wrong page table, a page reused too early or a wrong seat
 therefore changes the tokens.
 """
 
@@ -33,7 +33,7 @@ VOCAB, EOS = 40, 0
 
 
 class FakeClock:
-    """Seconds that pass only when told, or by `tick` at every reading."""
+    """A clock that advances only when a test sets it, and by `tick` at every reading."""
 
     def __init__(self, tick: float = 0.0):
         self.now, self.tick = 0.0, tick
@@ -44,7 +44,7 @@ class FakeClock:
 
 
 def next_token(history: list[int], seed: int) -> int:
-    """The fake model: any token of the history changes the answer."""
+    """The fake model's next token; every token of the history affects it."""
     return zlib.crc32(np.asarray([*history, seed % 1000], np.int32).tobytes()) % VOCAB
 
 
@@ -67,7 +67,7 @@ def score(history: list[int], token: int) -> TokenLogprobs:
 
 
 def solo(request: EngineRequest, seed: int, most: int, eos: tuple[int, ...] = (EOS,)) -> list[int]:
-    """Tokens of one sequence served alone, by the definition: no pages, no batching."""
+    """Tokens of one sequence served alone, by definition: no pages, no batching."""
     params, tokens = request.sampling, list(request.prompt)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
     for _ in range(most if params.max_tokens is None else params.max_tokens):
@@ -79,8 +79,8 @@ def solo(request: EngineRequest, seed: int, most: int, eos: tuple[int, ...] = (E
 
 @dataclass
 class Rows:
-    """What a real batch would carry of one chunk: copies, so that later changes of the sequence
-    cannot leak in.
+    """The contents of a real batch for one chunk: copies, so that later changes of the sequence
+    have no effect.
     """
 
     request_id: str
@@ -88,36 +88,37 @@ class Rows:
     start: int
     tokens: list[int]  # -1: on the device; -1 - n: the n-th draft there
     pages: list[int]
-    #: Pages of the cache groups with a window beside the first.
+    #: Pages of each further cache group, which has a window.
     windows: list[list[int]]
-    #: Slots of recurrent layers; None: there are none.
+    #: Slots of recurrent layers; None: the model has no recurrent layers.
     slots: HeldSlots | None
     sample: bool
     score_start: int
     targets: list[int]  # the prompt tokens that the scored rows are scored against
     draft: int = 0
-    #: Its token is chosen behind the step.
+    #: Whether its token is chosen after the step.
     masked: bool = False
 
 
 class StepFailed(Exception):
-    """What a fake device raises when it was told to."""
+    """Raised by a fake device when a test makes a step fail."""
 
 
 class FakeRunner:
-    """Runs plans in order of launch. poisoned: request ids whose logits are not finite; spoiled:
-    those some of whose rows, without logits, are not: (id, position)."""
+    """Runs plans in order of launch. poisoned: ids of requests with non-finite logits; spoiled:
+    (request id, position) of rows without logits that are not finite.
+    """
 
-    #: Tokens that it drafts for each seat; two of three are right.
+    #: Number of tokens drafted for each seat; two of three are right.
     drafted = 0
-    #: Of these it drafts what follows a token that was chosen under a mask.
+    #: Tokens among which it drafts after a token that was chosen under a mask.
     drafted_from: tuple[int, ...] = ()
-    #: Positions that a row sees; 0: all before it.
+    #: Number of positions that a row sees; 0: all before it.
     window = 0
     #: Pages of further cache groups, by window.
     windows: Mapping[int, int] = MappingProxyType({})
-    #: Slots of recurrent layers' state beside one for each seat, and pages from checkpoint to
-    #: checkpoint; None: no layer is recurrent.
+    #: Slots of recurrent state beyond one per seat (None: the model has no recurrent layers), and
+    #: pages between checkpoints.
     checkpoints: int | None = None
     every = 0
 
@@ -132,7 +133,7 @@ class FakeRunner:
         self.spoiled: set[tuple[str, int]] = set()
         self.rows_run = 0
         self._launched: list[StepResult] = []
-        # Of each logit row of the step launched last, what its token is chosen by.
+        # The history that determines the token of each logit row of the last launched step.
         self._histories: list[list[int]] = []
 
     def batch(self, plan: Plan) -> tuple[list[Rows], dict[int, int], Plan]:
@@ -233,7 +234,7 @@ class FakeRunner:
         return result
 
     def _guess(self, history: list[int], seed: int, allowed: Sequence[int] = ()) -> list[int]:
-        """Drafts of what follows; allowed: of these, if any."""
+        """Drafts of the next tokens; allowed: choose among these tokens, if any."""
         guesses: list[int] = []
         for _ in range(self.drafted):
             known = [*history, *guesses][-self.window :]
@@ -274,7 +275,7 @@ class FakeRunner:
         return launched
 
     def restore(self, error: Exception) -> None:
-        """Nothing is left of what was stored, so that whoever reads it gets wrong tokens."""
+        """Clear all pages, so that reading them gives wrong tokens."""
         if not isinstance(error, StepFailed):
             raise error  # a broken rule of the fake device
         self.tokens[:] = self.positions[:] = -1
@@ -282,7 +283,7 @@ class FakeRunner:
         self._launched.clear()
 
     def sleep(self, alive: Callable[[], None]) -> int:
-        """What was stored is gone."""
+        """Clear all pages."""
         alive()
         freed = self.tokens.nbytes + self.positions.nbytes
         self.tokens = self.positions = np.zeros(0, np.int64)
@@ -370,7 +371,7 @@ def make_request(
     background: bool = False,
     **sampling,
 ) -> EngineRequest:
-    """A request; greedy and seed 0 unless said otherwise."""
+    """A request; greedy with seed 0 by default."""
     params = SamplingParams(**({"temperature": 0.0, "seed": 0, "max_tokens": 8} | sampling))
     return EngineRequest(
         id=id,
@@ -418,7 +419,7 @@ def ends_of(outputs: list[SequenceOutput]) -> dict[tuple[str, int], SequenceOutp
 
 
 def watch(core: EngineCore) -> list[Plan]:
-    """Every plan the core will launch, as it is made."""
+    """A list that collects every plan of the core when it is made."""
     plans, batch = [], core.runner.batch
 
     def watched(plan: Plan):
@@ -438,5 +439,5 @@ def picture(plan: Plan) -> list[tuple[str, int, int, str]]:
 
 
 def boarding_order(plans: list[Plan]) -> list[str]:
-    """Request ids as they took their seats."""
+    """Request ids in the order in which they took seats."""
     return [seq.request.id for plan in plans for seq in plan.boarded]

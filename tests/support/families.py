@@ -1,5 +1,5 @@
-"""Chat templates written for tests, one for each family, with the marks of the families' own; and a
-byte-level tokenizer that renders them.
+"""Chat templates written for tests, one per model family, with the special marks of each family;
+and a byte-level tokenizer that renders them.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ FAMILY_VOCAB = VOCAB + len(SPECIALS)
 
 
 class FamilyTokenizer(ByteTokenizer):
-    """Bytes, and a token for each of `SPECIALS`; its template is a family's."""
+    """A byte tokenizer with a token for each of `SPECIALS` and the template of a family."""
 
     vocab_size = FAMILY_VOCAB
 
@@ -192,12 +192,12 @@ class FamilyTokenizer(ByteTokenizer):
         variables["add_generation_prompt"] = add_generation_prompt
         try:
             return render_source(source, list(messages), tools=tools, **variables)
-        except Exception as error:  # as `Tokenizer` has it
+        except Exception as error:  # like `Tokenizer`
             raise RequestError(reason_of(error), param="messages") from error
 
 
 def family_app(family: str, text: str, **script: Any) -> tuple[Any, FakeClient]:
-    """An app whose model is of a family and writes this text. script: more of `Script`."""
+    """An app whose model belongs to a family and writes this text. script: fields of `Script`."""
     tokenizer = FamilyTokenizer(family)
     script = {"tokens": tokenizer.encode(text)} | script
     client = FakeClient(Script(**script), vocab_size=FAMILY_VOCAB, context_length=4096)

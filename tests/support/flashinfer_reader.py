@@ -1,7 +1,7 @@
-"""What FlashInfer's attention over pages does with its arguments, in numpy and one row at a time.
+"""FlashInfer's paged attention in numpy, one row at a time.
 
 Written from FlashInfer 0.7.2's sources (batch_prefill_paged.cuh, batch_prefill_sm90.cu, the tile
-schedulers and paged_kv_t), so that a plan is read by something that did not make it.
+schedulers and paged_kv_t), so that tests read a plan independently of the code that makes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: The mask and the layout that are asked for.
+#: FlashInfer's codes of the mask and of the layout that the kernels use.
 CAUSAL, POSITIONS_FIRST = 1, 0
 
 
@@ -20,9 +20,9 @@ class Rows(NamedTuple):
     """Some query rows of one head, and the sequence that they attend to."""
 
     first: int  # of the sequence's rows in q
-    last: int  # and where they end
-    outputs: int  # the first one's row in o
-    chosen: range  # counted in the sequence
+    last: int  # end of the sequence's rows in q
+    outputs: int  # row in o of the sequence's first row
+    chosen: range  # the query rows, counted in the sequence
     head: int
     key_head: int
     pages: np.ndarray
@@ -30,10 +30,9 @@ class Rows(NamedTuple):
 
 
 def paged_run(template: str, *args: Any, processors: int = 0) -> None:
-    """As FlashInfer's function of that name takes its arguments; o is written.
+    """Write o, with the arguments of FlashInfer's function of that name.
 
-    processors: blocks of "fa3", which has one on each multiprocessor. Rows that are written twice
-    raise.
+    processors: number of blocks of "fa3", one per multiprocessor. Raises if a row is written twice.
     """
     _, workspace, fields, q, k, v, q_starts, page_starts, pages, last_lengths, o, lse = args[:12]
     mask, layout, window_left, pdl, *rest = args[12:]
@@ -76,8 +75,8 @@ def attend_by(
     nobodys: float = 0.0,
     processors: int = 0,
 ) -> np.ndarray:
-    """o [T, H, D] that FlashInfer would leave over our pool [N, page, 2K, D]; `nobodys` stands in
-    rows that it does not write.
+    """o [T, H, D] as FlashInfer computes it over our pool [N, page, 2K, D]; rows that it does not
+    write hold `nobodys`.
     """
     workspace, fields = plan
     o = np.full_like(q, nobodys)
@@ -107,7 +106,7 @@ def _listed(
     pages: np.ndarray,
     processors: int,
 ) -> Iterator[Rows]:
-    """BatchPrefillPersistentTileScheduler: the works of each multiprocessor."""
+    """The rows that BatchPrefillPersistentTileScheduler gives each multiprocessor."""
     tiles, first_rows, first_pages, row_counts, lengths, heads, bounds, _, alike = fields
     assert not alike
     group, tile_rows = q.shape[1] // k.shape[2], 192 if q.shape[2] == 64 else 128
@@ -144,7 +143,7 @@ def _tiled(
     pages: np.ndarray,
     last_lengths: np.ndarray,
 ) -> Iterator[Rows]:
-    """BatchPrefillWithPagedKVCacheKernel: a block for each tile and key head."""
+    """The rows of BatchPrefillWithPagedKVCacheKernel: a block for each tile and key head."""
     blocks, most_rows, total_at, tile_rows, requests, tiles, parts, _, outputs, _, _, _, mask = (
         fields[:13]
     )

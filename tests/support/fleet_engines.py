@@ -1,4 +1,4 @@
-"""Fake engines behind a fleet: real servers on ports of their own, which can be told to die."""
+"""Fake engines behind a fleet: real servers on their own ports, which a test can make die."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jitney.engine.fleet.replicas import Replica
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.streaming import StreamingWriter
 
-#: A line of a model: its engines are asked in turn.
+#: A line of a model's table: its engines are used in turn.
 ROUND_ROBIN = 'router = "round-robin"'
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Where to?"}], "max_tokens": 40}
 
@@ -46,19 +46,19 @@ def said(text: str) -> str:
 
 
 class _Killed(Exception):
-    """The connection breaks off, as when a process is killed."""
+    """Raised to break the connection, as when a process is killed."""
 
 
 @dataclass
 class FakeEngine:
-    """An engine by script behind a real server. What came is in `client.requests` and `heads`."""
+    """A scripted engine behind a real server; records `client.requests` and `heads`."""
 
     client: FakeClient = field(default_factory=lambda: FakeClient(Script(delay_s=0.001)))
     settings: dict[str, Any] = field(default_factory=dict)
     url: str = ""
-    #: It breaks off every answer of a generation route after so many parts; None: none.
+    #: Number of body parts after which it breaks off an answer of a generation route; None: never.
     dies_after: int | None = None
-    #: How many of the next answers.
+    #: Number of answers that it breaks off.
     deaths: float = math.inf
     #: Headers of the requests that generate.
     heads: list[dict[str, str]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class FakeEngine:
         self.set()
 
     def set(self, **settings: Any) -> None:
-        """Give it more settings, before it is served."""
+        """Change settings of the engine before it is served."""
         self.settings |= settings
         self._inner = make_app(self.client, **self.settings)
 
@@ -104,7 +104,7 @@ class FakeEngine:
 
 @contextlib.contextmanager
 def engines(*fakes: FakeEngine) -> Iterator[list[FakeEngine]]:
-    """Servers of their own for these, each with its URL."""
+    """Serve each of these engines on its own port, and set its URL."""
     with contextlib.ExitStack() as stack:
         for fake in fakes:
             fake.url, _ = stack.enter_context(served(fake))
@@ -113,7 +113,7 @@ def engines(*fakes: FakeEngine) -> Iterator[list[FakeEngine]]:
 
 @dataclass
 class Served:
-    """A fleet that is served: where, and its parts, which live on the server's own loop."""
+    """A served fleet: its URL, and its objects, which belong to the server's event loop."""
 
     url: str
     fleet: Fleet
@@ -126,7 +126,7 @@ class Served:
         return {replica.name: replica for replica in self.fleet.models[model].replicas}
 
     def wait_ready(self, *names: str) -> None:
-        """Until these replicas are ready, of any model."""
+        """Wait until these replicas, of any model, are ready."""
         until(lambda: set(names) <= self._ready())
 
     def _ready(self) -> set[str]:
@@ -185,8 +185,8 @@ def serving(
     key: str = "",
     **settings: Any,
 ) -> Iterator[tuple[Served, httpx.Client]]:
-    """A fleet over these engines, which are served and ready, and a client of it. model, fleet:
-    more lines of its file.
+    """A fleet over these engines, which are served and ready, and a client of the fleet. model,
+    fleet: more lines of these tables in fleet.toml.
     """
     with engines(*fakes):
         text = toml([fake.url for fake in fakes], model, fleet)

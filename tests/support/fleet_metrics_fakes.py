@@ -1,4 +1,4 @@
-"""The metrics of a fleet with one engine that is gone, and one candidate."""
+"""The metrics of a fleet with one lost engine and one candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of tests of .gguf files that do not depend on their tensors."""
+"""Helpers for tests of .gguf files that do not depend on the tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_writer(
     kv_heads: int,
     context: int = 64,
 ) -> gguf.GGUFWriter:
-    """A writer that has the hyperparameters; tensors come next, then `close`."""
+    """A writer with the hyperparameters written; add tensors, then call `close`."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(layers)
     writer.add_context_length(context)
@@ -44,7 +44,7 @@ def close(writer: gguf.GGUFWriter) -> None:
 
 
 def rounded(config: ModelConfig) -> dict[str, Any]:
-    """Its fields with numbers as float32 has them, as files do."""
+    """Fields of the configuration with numbers rounded to float32, as in files."""
 
     def narrow(value: Any) -> Any:
         if isinstance(value, float):

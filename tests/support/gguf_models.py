@@ -35,15 +35,15 @@ ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
 }
-#: Whose queries and keys are stored in pairs of rows.
+#: Model types whose queries and keys are stored in pairs of rows.
 PAIRED = {"mixtral", "granitemoehybrid", "nemotron_h"}
-#: Whose norms are stored as 1 + w.
+#: Model types whose norms are stored as 1 + w.
 _OFFSET = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 _STACK = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
 
 
 def converted(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """Key-values and tensors of its file; an array of bytes is one of blocks of MXFP4."""
+    """Key-values and tensors of a model's file; an array of bytes holds blocks of MXFP4."""
     kind = config["model_type"]
     name = ARCHITECTURES[kind]
     if kind == "granitemoehybrid" and set(config["layer_types"]) == {"full_attention"}:
@@ -70,13 +70,14 @@ def write_file(
     kinds: Mapping[str, str] = MappingProxyType({}),
     tensors_a_file: int = 0,
 ) -> Path:
-    """kinds: the block types of some tensors, by the end of their names. tensors_a_file: where the
-    library splits it, under names of its own; 0: nowhere.
+    """Write the file and return its path. kinds: block types of some tensors, by the end of their
+    names. tensors_a_file: most tensors per file if the library splits it, with its own file names;
+    0: one file.
     """
     arch = keys["general.architecture"]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_a_file)
     for key, value in keys.items():
-        if key != "general.architecture":  # the writer has it
+        if key != "general.architecture":  # the writer adds it
             _add(writer, key, value)
     for name, tensor in tensors.items():
         blocks = gguf.GGMLQuantizationType.MXFP4 if tensor.dtype == np.uint8 else None
@@ -104,7 +105,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _common(config: dict[str, Any]) -> dict[str, Any]:
-    """Key-values that the converter writes of every model, None: left out."""
+    """Key-values that the converter writes for every model; None: left out."""
     rope = config.get("rope_parameters", {"rope_type": "default"})
     rope = rope.get("full_attention", rope)
     head_dim = config.get("head_dim")
@@ -303,7 +304,7 @@ def _of_gemma4_tensor(name: str) -> str:
 
 
 def _divisors(config: dict[str, Any]) -> np.ndarray:
-    """Of frequencies of Gemma 4's layers that see all, of which few pairs are rotated."""
+    """Divisors of frequencies in Gemma 4's full-attention layers, which rotate few pairs."""
     full = config["rope_parameters"]["full_attention"]
     size = next(iter(config["per_layer_config"].values()))["head_dim"]
     rotated = int(size * full["partial_rotary_factor"] / 2)
@@ -311,7 +312,7 @@ def _divisors(config: dict[str, Any]) -> np.ndarray:
 
 
 def _converted(kind: str, config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, Any]]:
-    """The tensors, with the names that the map of the gguf library knows, or those of the file."""
+    """The tensors, with the names in the gguf library's name map, or with those of the file."""
     if "gemma4" in kind:
         yield "rope_freqs.weight", _divisors(config)
     for name, tensor in _with_stacks(tensors).items():
@@ -343,12 +344,12 @@ def _converted(kind: str, config: dict[str, Any], tensors: Tensors) -> Iterator[
             yield _named(name), tensor
 
 
-#: Ends of names of tensors of Mamba-2, beside its opening and closing matrices.
+#: Name suffixes of Mamba-2 tensors, except its opening and closing matrices.
 _OF_MAMBA = ("A_log", "D", "dt_bias", "conv1d.weight", "mixer.norm.weight")
 
 
 def _named(name: str) -> str:
-    """As the map of the gguf library knows it."""
+    """The tensor's name in the gguf library's name map."""
     if "experts.w" in name:
         name = name.replace("model.layers", "layers")
     if "mixer.experts" in name:
@@ -362,8 +363,9 @@ def _named(name: str) -> str:
 def _of_delta_net(
     kind: str, config: dict[str, Any], name: str, tensor: np.ndarray
 ) -> Iterator[tuple[str, Any]]:
-    """Decays are stored as they are used; of Qwen3.5 the first value heads of all key heads stand
-    before the second ones, also in the columns of the closing matrix.
+    """A tensor of a gated delta net as stored. Decays are stored as they are used. In Qwen3.5 the
+    first value heads of all key heads come before the second ones, also in the columns of the
+    closing matrix.
     """
     heads, keys = config["linear_num_value_heads"], config["linear_num_key_heads"]
     size, of_keys = config["linear_value_head_dim"], config["linear_key_head_dim"]
@@ -421,7 +423,7 @@ def _of_mamba(name: str, tensor: np.ndarray, groups: int) -> tuple[str, Any]:
 def _of_input_linear(
     name: str, tensor: np.ndarray, *, has_experts: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Gates and ups of Granite 4's experts, or of what all rows go through."""
+    """Gates and ups of Granite 4's experts, or of its shared feed-forward."""
     layer = name.partition(".layers.")[2].partition(".")[0]
     kind = "mlp.experts" if "block_sparse_moe" in name else "mlp.shared_expert"
     if not has_experts:
@@ -431,7 +433,7 @@ def _of_input_linear(
 
 
 def _of_kv_b(config: dict[str, Any], name: str, tensor: np.ndarray) -> Iterator[tuple[str, Any]]:
-    """Matrices of keys, turned, and of values."""
+    """The matrices of keys, transposed, and of values."""
     plain = config["qk_nope_head_dim"]
     heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
     yield name.replace("kv_b", "k_b"), heads[:, :plain].swapaxes(1, 2)
@@ -439,7 +441,7 @@ def _of_kv_b(config: dict[str, Any], name: str, tensor: np.ndarray) -> Iterator[
 
 
 def _with_stacks(tensors: Tensors) -> Tensors:
-    """With the matrices of all experts in one tensor, [X, O, I]."""
+    """The tensors with the matrices of all experts in one tensor, [X, O, I]."""
     stacks: dict[str, list[np.ndarray]] = {}
     rest: Tensors = {}
     for name, tensor in tensors.items():
@@ -454,7 +456,9 @@ def _with_stacks(tensors: Tensors) -> Tensors:
 
 
 def _of_gpt_oss(name: str, tensor: np.ndarray, others: Tensors) -> Iterator[tuple[str, Any]]:
-    """Experts are [X, I, O], or blocks [X, O, I / 32, 16]; gates and ups stand in turns."""
+    """A tensor of gpt-oss as stored. Experts are [X, I, O], or blocks [X, O, I / 32, 16]; gates and
+    ups alternate.
+    """
     layer, _, matrix = name.partition(".experts.")
     if not matrix:
         yield name.replace("sinks", "sinks.weight"), tensor
@@ -474,7 +478,9 @@ def _of_gpt_oss(name: str, tensor: np.ndarray, others: Tensors) -> Iterator[tupl
 
 
 def _mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Bytes of inputs (2j, 2j + 1) -> an exponent and bytes of inputs (j, j + 16) of a block."""
+    """Blocks with bytes of inputs (2j, 2j + 1) -> blocks of an exponent and bytes of inputs (j, j +
+    16).
+    """
     inputs = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:3], 32)
     codes = inputs[..., :16] | inputs[..., 16:] << 4
     whole = np.concatenate([scales[..., None], codes], axis=-1)

@@ -1,5 +1,5 @@
-"""A tokenizer of 40 tokens for the fake device, and its text; and what may be written under a
-grammar, byte by byte.
+"""A tokenizer of 40 tokens for the fake device; and texts that a grammar allows, generated or
+checked byte by byte.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.grammar import grammar
 from jitney.engine.core.grammar.compiling import new_matcher
 
-#: By token id; token 0 ends a text.
+#: The character of each token id; token 0 ends a text.
 CHARACTERS = 'abcdefghijklmnopqrstu0123456789{}[]":,-'
 END = "<end>"
 #: Texts that this tokenizer can write.
@@ -27,7 +27,7 @@ WORDS = Grammar("choice", '["no","nod","hello"]')
 
 @cache
 def tokenizer_json() -> str:
-    """As the `tokenizers` library writes it."""
+    """The tokenizer's JSON in the format of the `tokenizers` library."""
     assert (0, 1 + len(CHARACTERS)) == (EOS, VOCAB)
     vocabulary = {END: 0} | {character: id for id, character in enumerate(CHARACTERS, 1)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -38,7 +38,7 @@ def tokenizer_json() -> str:
 
 
 def core_with_grammars(**sizes: Any) -> EngineCore:
-    """A core on the fake device that knows this tokenizer. sizes: see `make_core`."""
+    """A core on the fake device with this tokenizer. sizes: see `make_core`."""
     core = make_core(**sizes)
     core.learn(tokenizer_json())
     return core
@@ -51,31 +51,29 @@ def text_of(tokens: list[int]) -> str:
 
 #: A tokenizer of single bytes.
 BYTES = LLTokenizer("byte")
-#: Bytes that bring an answer to its end, outside of texts, the more so the later they stand here.
+#: Bytes outside strings that bring an answer closer to its end, later ones more so.
 _ENDING = b',"]}'
-#: So many bytes may come next in a text, and nowhere else.
+#: More allowed next bytes than this occur only inside a string.
 _MANY = 40
-#: Bytes of an answer after which it is brought to its end.
+#: Length in bytes after which `written` ends an answer.
 _LONG = 150
 
 
 def may_be_written(schema: Any, *texts: str) -> list[bool]:
-    """Whether each text is one that the schema allows, whole."""
+    """Whether the schema allows each text as a complete answer."""
     matcher = new_matcher(grammar.schema_grammar(schema), BYTES)
     return [accepts(matcher, text) for text in texts]
 
 
 def accepts(matcher: LLMatcher, text: str) -> bool:
-    """Whether a text is one that a grammar allows, whole."""
+    """Whether a grammar allows a text as a complete answer."""
     place = matcher.deep_copy()
     data = list(text.encode())
     return place.try_consume_tokens(data) == len(data) and place.is_accepting()
 
 
 def written(matcher: LLMatcher, random: Random) -> str:
-    """A text that a grammar allows: a walk through it, byte by byte, of a length that tests can
-    bear.
-    """
+    """A random text that a grammar allows, chosen byte by byte, short enough for tests."""
     place = matcher.deep_copy()
     data = bytearray()
     while not place.is_stopped():
@@ -98,6 +96,6 @@ def _chosen(allowed: list[int], random: Random, *, is_long: bool) -> int:
         return random.choice(ending)
     common = [byte for byte in allowed if byte in b"ab"]
     if common and random.random() < 0.3:
-        return random.choice(common)  # which patterns that search for a word wait for
+        return random.choice(common)  # patterns that search for a word need these
     plain = [byte for byte in allowed if 32 < byte < 127]
     return random.choice(plain or allowed)

@@ -1,4 +1,4 @@
-"""A core on a fake device and a history that hears of it only through encoded reports."""
+"""A core on a fake device, and a history that receives only the core's encoded reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INFO = engine_info()
 
 
 class Watched:
-    """A core and a history that hears of it only through encoded reports."""
+    """A core, and a history that receives only the core's encoded reports."""
 
     def __init__(self, **core: Any):
         self.clock = FakeClock(0.001)
@@ -31,7 +31,7 @@ class Watched:
         self.outputs: list[SequenceOutput] = []
 
     def outputs_of(self, request_id: str, index: int) -> list[int]:
-        """Tokens that came of a sequence."""
+        """The output tokens of a sequence."""
         return tokens_of(self.outputs, request_id, index)
 
     def run(self) -> None:
@@ -51,7 +51,7 @@ class Watched:
         self.history.take(report)
 
     def agree(self) -> None:
-        """What the history says of the seats is what the scheduler knows."""
+        """Assert that the history and the scheduler agree about the seats."""
         seats = self.core.scheduler.sequences.seats
         seated = {seq.seat: seq for seq in seats.taken}
         assert self.history.held_seats == set(seats.kept)
@@ -98,8 +98,8 @@ def random_run(seed: int, **core: Any) -> Watched:
 
 
 def long_history(n_requests: int, n_steps: int, seats: int) -> History:
-    """Five minutes of short requests, one after another in every seat, up to now: half of what a
-    history keeps, so that slow tests still find all.
+    """A history of the last five minutes: short requests, one after another in every seat. A
+    history keeps twice as long, so that slow tests still see all of them.
     """
     start = time.monotonic() - 300
     history = History()

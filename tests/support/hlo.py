@@ -1,8 +1,8 @@
-"""Reads the text of an optimised HLO module: its computations, their instructions, the arrays they
-take and make.
+"""Reads the text of an optimised HLO module: its computations, their instructions, and the arrays
+that these read and write.
 
-Only what an account of bytes and operations needs: shapes, dtypes, memory spaces, operands and
-attributes.
+It parses only what is needed to count bytes and operations: shapes, dtypes, memory spaces, operands
+and attributes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ OPCODE = re.compile(r"\s*([\w\-]+)\(")
 
 @dataclass(frozen=True)
 class Array:
-    """One array: dtype as HLO writes it, sizes, and the memory it lies in (0: the device's main
-    memory).
-    """
+    """One array: dtype as in HLO, sizes, and memory space (0: the device's main memory)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -61,7 +59,7 @@ class Instruction:
 
     @property
     def nbytes(self) -> float:
-        """Of the whole result."""
+        """Bytes of the whole result."""
         return sum(array.nbytes for array in self.arrays)
 
     def calls(self, key: str = "calls") -> str:
@@ -81,7 +79,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Of a parameter or a get-tuple-element."""
+        """The index of a parameter or a get-tuple-element."""
         if self.op == "parameter":
             return int(self.arguments)
         found = re.search(r"\bindex=(\d+)", self.attributes)
@@ -101,13 +99,13 @@ class Computation:
 
     @cached_property
     def parameters(self) -> list[Instruction]:
-        """In the order of the operands that a caller gives."""
+        """The parameters, in the order of a caller's operands."""
         found = [made for made in self.instructions.values() if made.op == "parameter"]
         return sorted(found, key=lambda made: made.index)
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Name -> the instructions that take it."""
+        """Name -> the instructions that use it as an operand."""
         found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for made in self.instructions.values():
             for operand in dict.fromkeys(made.operands):
@@ -115,7 +113,7 @@ class Computation:
         return found
 
     def inputs(self, made: Instruction) -> list[Instruction]:
-        """The instructions that an instruction's operands are."""
+        """The instructions that compute an instruction's operands."""
         return [self.instructions[name] for name in made.operands]
 
 

@@ -1,4 +1,4 @@
-"""Int4 weights made of numbers, as a second opinion on how the engine packs them."""
+"""An independent packer of int4 weights, to check the engine's."""
 
 from __future__ import annotations
 

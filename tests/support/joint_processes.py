@@ -1,5 +1,6 @@
-"""Engines of several processes that compute together, and one of the same model in this process to
-compare with."""
+"""Engines of several processes that compute together, and an engine of the same model in this
+process to compare with.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.config.layers import load_config
 from jitney.engine.server.process.process_client import ProcessClient
 
-#: Of a tiny model on a CPU: few sizes, since every process compiles them.
+#: Settings of a tiny model on a CPU: few sizes, since every process compiles them.
 TINY: dict[str, Any] = {
     "platform": "cpu",
     "dtype": "float32",
@@ -33,12 +34,12 @@ TINY: dict[str, Any] = {
     "seat_buckets": (4,),
     "token_buckets": (64,),
 }
-#: Seconds for a story of four processes, each of which starts in 10 s of a free core.
+#: Most seconds for a test with four processes, each of which starts in 10 s on a free core.
 LIMIT_S = 540.0
 
 
 def drawn_prompts(count: int, longer: int) -> list[list[int]]:
-    """Of 5 tokens, and each of so many more than the one before."""
+    """Random prompts: the first has 5 tokens, and each has `longer` more than the one before."""
     return [
         np.random.default_rng(i).integers(0, 256, 5 + longer * i).tolist() for i in range(count)
     ]
@@ -51,7 +52,7 @@ def request(
 
 
 async def outputs_of(stream: Outputs) -> list[SequenceOutput]:
-    """All of an answer, which no error ended."""
+    """All outputs of an answer; asserts that it did not end with an error."""
     outputs = [output async for output in stream]
     assert not any(output.error for output in outputs), outputs
     return outputs
@@ -65,7 +66,7 @@ async def tokens_of(stream: Outputs) -> list[int]:
 async def two_processes(
     settings: Mapping[str, Any],
 ) -> AsyncIterator[list[ProcessClient]]:
-    """Supervisors of both, as `jitney serve` is on each of two hosts; host 0 first."""
+    """The supervisors of both processes, like `jitney serve` on each of two hosts; host 0 first."""
     both = {**settings, "n_hosts": 2, "coordinator": f"127.0.0.1:{free_port()}"}
     configs = [load_config(flags=both | {"host_id": number}) for number in range(2)]
     clients = [ProcessClient(config) for config in configs]
@@ -80,8 +81,9 @@ async def two_processes(
 
 @contextmanager
 def compiled_in_a_hurry(xla_flags: str = "") -> Iterator[None]:
-    """Processes that start now compile their programs in a hurry, or find them in the user's
-    cache."""
+    """Processes that start now compile without optimisation, or load programs from the user's
+    cache.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
         patch.setenv("XLA_FLAGS", xla_flags)
@@ -89,7 +91,7 @@ def compiled_in_a_hurry(xla_flags: str = "") -> Iterator[None]:
 
 
 def run_logged(story: Coroutine[Any, Any, None], seconds: float, log: list[str]) -> None:
-    """Run it, within so many seconds; `log` gets what the supervisors say meanwhile."""
+    """Run `story` within `seconds`; append the supervisors' log messages to `log`."""
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -108,7 +110,7 @@ def run_logged(story: Coroutine[Any, Any, None], seconds: float, log: list[str])
 
 
 def alone_in_a_hurry(settings: Mapping[str, Any]) -> LLM:
-    """An engine in this process, compiled in a hurry, too."""
+    """An engine in this process, also compiled without optimisation."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:

@@ -1,4 +1,4 @@
-"""What kernels of ours move and do by their documentation: compilers cannot see into a custom
+"""Bytes and operations of our kernels, by their documentation: compilers cannot see into a custom
 call.
 """
 
@@ -41,28 +41,28 @@ class Load:
         return self.prompt * (self.prompt + 1) // 2
 
     def within(self, window: int) -> Load:
-        """What a layer sees of it that looks back so far; 0: at all."""
+        """The load of a layer with this window; 0: no window."""
         return replace(self, context=min(self.context, window)) if window else self
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What layers keep from step to step, each array told from others by its elements."""
+    """The state that layers keep between steps; element counts identify the arrays."""
 
-    #: Elements of a pool -> how far layers with such look back, 0: to the beginning.
+    #: Elements of a pool -> window of the layers with such pools, 0: no window.
     pools: Mapping[int, int]
-    #: Elements of an array of recurrent layers' state -> its slots.
+    #: Elements of an array of recurrent state -> its slots.
     slots: Mapping[int, int] = field(default_factory=dict)
 
 
 def experts_read(experts: ExpertsConfig, rows: int) -> float:
-    """Experts that any of so many rows goes through, if each row chooses by chance."""
+    """Expected number of experts that `rows` rows use, if each row chooses at random."""
     missed = (1 - experts.n_chosen / experts.n_experts) ** rows
     return experts.n_experts * (1 - missed)
 
 
 def blocks_read(experts: ExpertsConfig, rows: int, padded: int) -> float:
-    """Blocks that hold rows then, in a step that is padded to so many rows."""
+    """Expected number of blocks with rows, in a step that is padded to `padded` rows."""
     share = experts.n_chosen / experts.n_experts
     block = experts.block_rows(padded)
     each = sum(
@@ -83,13 +83,15 @@ def kernel_cost(
     *,
     gated: bool = True,
 ) -> KernelCost:
-    """Costs of the kernels of a step. experts: of a mixture; gated: they have gates, beside ups."""
+    """A function that returns the costs of a step's kernels. experts: of a mixture; gated: whether
+    experts have gates.
+    """
 
     def is_pool(array: Array) -> bool:
         return array.elements in kept.pools
 
     def moved(array: Array) -> float:
-        """Bytes of an array that a kernel reads, or writes: of states those of its sequences."""
+        """Bytes of an array that a kernel moves; of recurrent state, only the sequences' slots."""
         slots = kept.slots.get(array.elements)
         return array.nbytes if slots is None else array.nbytes * step.decode / slots
 
@@ -132,8 +134,8 @@ def kernel_cost(
 
 
 def rows_going(load: Load, experts: ExpertsConfig, places: int) -> int:
-    """Rows of a call whose blocks have so many places: all of the step, or, in the last layer,
-    those that logits are wanted of.
+    """Rows of a call whose blocks have `places` places: all rows of the step, or in the last layer
+    only those with logits.
     """
     wanted = load.decode + (load.prompt > 0)
     if experts.block_rows(wanted) * experts.most_blocks(wanted) == places:
@@ -144,11 +146,11 @@ def rows_going(load: Load, experts: ExpertsConfig, places: int) -> int:
 def expert_cost(
     load: Load, experts: ExpertsConfig, taken: list[Array], y: Array, matrices: int
 ) -> tuple[float, float]:
-    """An expert's weights and scales once for each block of its rows, rows and results as often as
-    they go through experts; rows that fill blocks are not counted. matrices: side by side in one of
-    an expert.
+    """Bytes and operations of a product with experts: an expert's weights and scales once for each
+    of its blocks, rows and results once per expert of a row; padding rows are not counted.
+    matrices: number of matrices side by side in one of an expert.
     """
-    # On a TPU each of the two is an operand, and they may be [X, O, I].
+    # On a TPU gates and ups are separate operands, and may be [X, O, I].
     weights = max((one for one in taken if len(one.dims) == 3), key=lambda one: one.elements)
     columns = matrices * y.dims[1]
     size_in = weights.elements // (weights.dims[0] * columns)
@@ -171,7 +173,9 @@ def expert_cost(
 def decode_cost(
     load: Load, row: float, taken: list[Array], made: list[Array], sm: int
 ) -> tuple[float, float]:
-    """Keys of every sequence once; results, or the partial sums of as many splits as there are."""
+    """Bytes and operations of decode attention: keys of every sequence once; results, or the
+    partial sums of all splits.
+    """
     q, (parts, stats) = taken[0], made[-2:]
     heads, dim = q.dims[1:]
     rows = load.decode * heads * dim * q.itemsize
@@ -183,8 +187,8 @@ def decode_cost(
 
 
 def split_bytes(load: Load, parts: Array, stats: Array, sm: int) -> float:
-    """Bytes of the partial sums in use (float32 [S, H, SPLITS, DP] and [S, H, SPLITS, 2]); 0 where
-    nothing is split.
+    """Bytes of the partial sums in use (float32 [S, H, SPLITS, DP] and [S, H, SPLITS, 2]); 0 if no
+    sequence is split.
     """
     _, heads, most, dim = parts.dims
     span = attention_tiles(sm, dim, 2, 1, 2)[0].span
@@ -195,8 +199,8 @@ def split_bytes(load: Load, parts: Array, stats: Array, sm: int) -> float:
 
 
 def fused_cost(load: Load, row: float, o: Array, rest: float, writes: bool) -> tuple[float, float]:
-    """Attention in one kernel, which may write the new rows itself: everything small once, keys
-    once.
+    """Bytes and operations of attention in one kernel, which may write the new rows itself: small
+    arrays once, keys once.
     """
     pairs = load.decode * load.context + load.pairs
     return rest + load.keys * row + (

@@ -1,4 +1,4 @@
-"""What only a full garbage collection would find."""
+"""Counts objects that only a full garbage collection frees."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def garbage(*rooms: str) -> Iterator[Counter[str]]:
-    """Fills in, at its end, the types of what is left over in cycles since its beginning. rooms:
-    packages whose types count.
+    """Yields a counter that is filled at the end of the block with the types of objects left in
+    reference cycles since its beginning. rooms: packages whose types count.
     """
     gc.collect()
     gc.disable()

@@ -44,7 +44,7 @@ MATRICES = {
     "mlp.up_proj": (F, E),
     "mlp.down_proj": (E, F),
 }
-#: Every matrix becomes floats.
+#: Storage in which every matrix is converted to floats.
 FLOATS = WeightStorage()
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -107,8 +107,8 @@ def write_gguf(
     arch: str = "llama",
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """Names by the gguf library's own table; kinds: a tensor type for all matrices, or by the end
-    of a matrix's Hugging Face name, else F32.
+    """Write a .gguf file with names by the gguf library's own table. kinds: a tensor type for all
+    matrices, or types by the end of a matrix's Hugging Face name, else F32.
     """
     architectures = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
     names = gguf.get_tensor_name_map(architectures[arch], L)
@@ -130,7 +130,7 @@ def write_gguf(
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Query and key rows of Llama models as llama.cpp's converter orders them."""
+    """Query or key rows of a Llama model in the order of llama.cpp's converter."""
     halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
@@ -145,7 +145,7 @@ def flat(model: Llama) -> dict[tuple, np.ndarray]:
 
 
 def assert_same(a: Llama, b: Llama, rtol: float = 0, atol: float = 0) -> None:
-    """The weights of both, in whatever scheme they are kept, are the same numbers."""
+    """Assert that both models have the same weights, in whatever scheme they are stored."""
     left, right = flat(a), flat(b)
     assert left.keys() == right.keys()
     for path in left:

@@ -1,4 +1,4 @@
-"""Requests to two engines of a model, one of which is killed with some of them."""
+"""Requests to two engines of a model, one of which is killed while it serves some of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 from fleet_engines import said
 
-#: Of the engines, as lines of fleet.toml with a model and a context: small, so that one starts in
-#: seconds; none refuses requests that would wait long on a busy machine.
+#: Lines of fleet.toml with a model and a context for the engines: small, so that an engine starts
+#: in seconds; no engine refuses requests that would wait long on a busy machine.
 SETTINGS = """
 model = "{model}"
 context = {context}
@@ -23,13 +23,13 @@ seat_buckets = [4]
 token_buckets = [64]
 """
 _REQUESTS = 8
-#: Tokens said by an engine before it is killed: few of what its four requests ask for, so that it
-#: is not done with them before a busy machine comes to kill it.
+#: Tokens that an engine generates before it is killed: only some of those of its four requests, so
+#: that it is not done before a busy machine kills it.
 _BEFORE_THE_KILL = 32
 
 
 def _asked(number: int, tokens: int) -> dict[str, Any]:
-    """Streams and plain answers; greedy ones and, with a seed, random ones."""
+    """Request bodies: streamed and plain; greedy and, with a seed, random."""
     return {
         "model": "m",
         "messages": [{"role": "user", "content": f"Count from {number} upwards."}],
@@ -42,7 +42,7 @@ def _asked(number: int, tokens: int) -> dict[str, Any]:
 
 
 async def _texts(http: httpx.AsyncClient, tokens: int) -> list[str]:
-    """What is answered to all requests, which are open at once."""
+    """The texts of all answers; all requests are open at the same time."""
     asked = [_asked(number, tokens) for number in range(_REQUESTS)]
     answers = await asyncio.gather(
         *(http.post("/v1/chat/completions", json=body, timeout=120) for body in asked)
@@ -56,7 +56,7 @@ async def _texts(http: httpx.AsyncClient, tokens: int) -> list[str]:
 
 
 async def _generated(engine: httpx.AsyncClient) -> float:
-    """Tokens, since it started, also of requests that have not ended."""
+    """Tokens that the engine has generated since it started, including open requests."""
     metrics = await engine.get("/metrics")
     found = re.search(r'^jitney_rows_total\{kind="decode"\} (\S+)$', metrics.text, re.MULTILINE)
     assert found is not None, metrics.text
@@ -70,9 +70,9 @@ async def texts_over_a_kill(
     kill: Callable[[], object],
     tokens: int,
 ) -> tuple[list[str], list[str]]:
-    """(what the engine that is left says, with all requests to itself, what the fleet says while
-    the other one is killed). Four requests go to each, in turn; the one is killed when it has said
-    `_BEFORE_THE_KILL`. tokens: of each answer.
+    """(texts of the surviving engine, which serves all requests alone; texts of the fleet while the
+    other engine is killed). Four requests go to each engine, in turn; `killed` is killed after
+    `_BEFORE_THE_KILL` tokens. tokens: of each answer.
     """
     expected = await _texts(left, tokens)
     assert len(set(expected)) == _REQUESTS

@@ -1,4 +1,4 @@
-"""Loads models over several CPU devices from tensors made up as they are asked for;
+"""Loads models onto several CPU devices from tensors that are made up when they are read;
 `test_shares` starts it.
 
 python loading_program.py OUT: OUT is an .npz file for the results of JOBS, one array each.
@@ -32,7 +32,7 @@ from jitney.engine.core.weights.checkpoints.names import Target
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 
-#: The sizes of a Llama of 70 billion weights by 16, and as many query heads to a KV head.
+#: The sizes of a Llama with 70 billion weights divided by 16, with as many query heads per KV head.
 SMALL_70B = replace(
     tiny_config(),
     hidden_size=512,
@@ -50,20 +50,20 @@ SMALL_70B = replace(
 
 @dataclass
 class Count:
-    """What was read, and what it takes while it lies on the host."""
+    """Counts bytes that are read, and their memory while they are on the host."""
 
-    #: Bytes.
+    #: Bytes that were read.
     read: int = 0
     live: int = 0
     most_live: int = 0
-    #: Most bytes on each device at a time when something was read, beyond what is `kept` there.
+    #: Most bytes on each device during any read, beyond those in `kept`.
     beside: Counter[int] = field(default_factory=Counter)
     #: Bytes of finished weights on each device.
     kept: Counter[int] = field(default_factory=Counter)
 
     def note(self, part: np.ndarray) -> None:
-        """Of the file."""
-        # First, since jax lets go of what it has copied when it is asked for something.
+        """Count a part that was read from the file."""
+        # First, since jax frees copied arrays when it is called.
         for device, size in on_devices().items():
             self.beside[device] = max(self.beside[device], size - self.kept[device])
         self.read += part.nbytes
@@ -100,8 +100,8 @@ class Counted:
 
 
 class MadeUp:
-    """A checkpoint of random bfloat16; stored: the format in 4 bits that its matrices are in, but
-    for the head, of "gptq", "awq" and "q4_k"; else "".
+    """A checkpoint of random bfloat16 numbers. stored: 4-bit format of its matrices except the
+    head: "gptq", "awq" or "q4_k"; else "".
     """
 
     def __init__(self, config: ModelConfig, stored: str = ""):
@@ -168,11 +168,11 @@ class MadeUp:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all weights in the file."""
+        """Bytes of all weights in the file."""
         return sum(map(self.bytes_of, self.targets))
 
     def bytes_of(self, target: Target) -> int:
-        """Of a weight in the file."""
+        """Bytes of a weight in the file."""
         total = 0
         for piece in target.pieces:
             if piece.name in self.arrays:
@@ -183,7 +183,7 @@ class MadeUp:
         return int(total)
 
     def whole(self, target: Target) -> np.ndarray:
-        """As the model has it, before it is rounded."""
+        """The whole weight in the model's layout, before rounding."""
         parts = []
         for piece in target.pieces:
             order = self.orders.get(piece.name, slice(None))
@@ -192,7 +192,7 @@ class MadeUp:
         return array.T if target.transpose else array
 
     def whole_packed(self, target: Target) -> Packed:
-        """A matrix that is stored in 4 bits, laid out as one."""
+        """The whole 4-bit matrix, packed as one."""
         parts = []
         for piece in target.pieces:
             part = self.matrices[piece.name].packed()
@@ -206,7 +206,7 @@ def _with_columns(order: Any, array: jax.Array) -> jax.Array:
 
 
 def loaded(checkpoint: MadeUp, config: ModelConfig, scheme: str, devices: int) -> Any:
-    """Its flat state."""
+    """The flat state of the loaded model."""
 
     def report(*_: object) -> None:
         checkpoint.count.kept = on_devices()
@@ -221,7 +221,7 @@ def loaded(checkpoint: MadeUp, config: ModelConfig, scheme: str, devices: int) -
 
 
 def rounded(matrix: np.ndarray, scheme: str) -> Packed:
-    """A whole matrix [I, O]; in groups that are not torn."""
+    """A whole matrix [I, O] in the scheme, with groups that devices do not split."""
     group = 0
     if scheme == "int4":
         group = 64 if len(matrix) == SMALL_70B.intermediate_size else 128
@@ -230,8 +230,9 @@ def rounded(matrix: np.ndarray, scheme: str) -> Packed:
 
 
 def unlike(scheme: str, stored: str = "") -> np.ndarray:
-    """On four devices: shares of arrays that differ in any bit from those of the whole matrix,
-    rounded or laid out as one and then cut; and how many were compared. stored: see `MadeUp`.
+    """On four devices: number of shares that differ in any bit from the shares of the matrix that
+    is first rounded or packed as a whole and then cut; and number of shares compared. stored: see
+    `MadeUp`.
     """
     checkpoint = MadeUp(SMALL_70B, stored)
     state = loaded(checkpoint, SMALL_70B, scheme, 4)
@@ -258,9 +259,9 @@ def expected(checkpoint: MadeUp, target: Target, scheme: str) -> dict[Any, Any]:
 
 
 def sizes(scheme: str, devices: int, stored: str = "") -> np.ndarray:
-    """Bytes: read, all tensors once, most on the host, most on a device beside its finished
-    weights, the largest weight as it is stored, finished weights of the fullest device. stored:
-    see `MadeUp`; the largest weight is a matrix then.
+    """Bytes: read; of all tensors once; most on the host; most on a device beside its finished
+    weights; of the largest stored weight; of the finished weights on the fullest device. stored:
+    see `MadeUp`; if set, the largest weight is a matrix.
     """
     config = replace(SMALL_70B, vocab_size=512) if stored else SMALL_70B
     checkpoint = MadeUp(config, stored)
@@ -275,9 +276,9 @@ def sizes(scheme: str, devices: int, stored: str = "") -> np.ndarray:
 
 
 def half_a_host(stored: str) -> np.ndarray:
-    """A host with the first two of four devices, and a checkpoint whose matrices stay as they are
-    stored: shares that differ from those of a host with all four, how many were compared, bytes
-    that it read, and bytes of all these matrices.
+    """A host with the first two of four devices, and a checkpoint whose matrices keep their stored
+    format: number of shares that differ from those of a host with all four, number of shares
+    compared, bytes that the host read, and bytes of all these matrices.
     """
     checkpoint = MadeUp(SMALL_70B, stored)
     shares = Shares(SMALL_70B, make_mesh(jax.devices()[:4]))
@@ -304,8 +305,8 @@ def half_a_host(stored: str) -> np.ndarray:
 
 
 def elsewhere(scheme: str) -> np.ndarray:
-    """A host with the first two of four devices: numbers of its shares of a matrix whose inputs are
-    split that differ from those of a host with all four, and numbers compared.
+    """A host with the first two of four devices, and a matrix whose inputs are split: how many
+    numbers of its shares differ from those of a host with all four, and how many are compared.
     """
     checkpoint = MadeUp(SMALL_70B)
     shares = Shares(SMALL_70B, make_mesh(jax.devices()[:4]))
@@ -326,9 +327,8 @@ def elsewhere(scheme: str) -> np.ndarray:
 
 
 def fullest(scheme: str) -> np.ndarray:
-    """Bytes that the program of one of four devices takes for the largest matrices of a Llama of 70
-    billion weights, its arguments and results included, and bytes of the matrices as they are
-    stored.
+    """Bytes that the program of one of four devices uses for the largest matrices of a Llama with
+    70 billion weights, including its arguments and results, and bytes of the stored matrices.
     """
     mesh, most = make_mesh(jax.devices()[:4]), []
     split = NamedSharding(mesh, PartitionSpec(TENSOR.name))
@@ -346,8 +346,8 @@ def fullest(scheme: str) -> np.ndarray:
 
 
 def fullest_stored(stored: str) -> np.ndarray:
-    """As `fullest`, of gate and down as they are stored; a device lays out its own share. bytes of
-    the matrices: in bfloat16.
+    """Like `fullest`, for stored gate and down matrices; a device packs its own share. The bytes of
+    the matrices are those in bfloat16.
     """
     mesh, most = make_mesh(jax.devices()[:4]), []
     split = NamedSharding(mesh, PartitionSpec(TENSOR.name))
@@ -374,8 +374,8 @@ STORED = ("gptq", "awq", "q4_k")
 
 
 def random_weights(scheme: str) -> np.ndarray:
-    """Of random weights over four devices: leaves that differ from loaded ones in shape, type or
-    sharding, and all leaves.
+    """For random weights on four devices: number of leaves that differ from loaded ones in shape,
+    type or sharding, and number of all leaves.
     """
     source = ModelSource("hf", "", "made-up", SMALL_70B, has_weights=False)
     mesh, storage = make_mesh(jax.devices()[:4]), load.WeightStorage(scheme)
@@ -396,7 +396,7 @@ def random_weights(scheme: str) -> np.ndarray:
     return np.array([len(unlike), len(pairs)])
 
 
-#: Of these what is read from files is compared.
+#: Stored formats for which the bytes read from files are compared.
 READ = ("gptq", "q4_k")
 JOBS: dict[str, Any] = {
     **{f"bits {stored}": (unlike, "plain", stored) for stored in STORED},

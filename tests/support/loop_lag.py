@@ -1,4 +1,4 @@
-"""How long an event loop computes without coming round."""
+"""Measures how long an event loop is blocked by computation."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-#: Seconds between two looks.
+#: Seconds between two checks.
 _EVERY_S = 0.001
 
 
 @dataclass
 class Lag:
-    """longest: seconds of its own thread's CPU between two looks, so that what else runs on the
-    machine does not count.
+    """The lag of a loop. longest: most CPU seconds of the loop's thread between two checks, so that
+    other work on the machine does not count.
     """
 
     longest: float = 0.0
@@ -24,8 +24,8 @@ class Lag:
 
 @contextlib.asynccontextmanager
 async def lag_of_loop() -> AsyncIterator[Lag]:
-    """Measures while the block runs. What was there before is put aside for the collector, as a
-    server does.
+    """Measure the lag while the block runs. Earlier objects are frozen for the garbage collector,
+    as in a server.
     """
     lag = Lag()
 

@@ -1,4 +1,4 @@
-"""Steps lowered for devices that need not be there."""
+"""Lowers steps for devices that need not exist on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lower_step(
     sizes: StateSizes,
     mesh: Mesh | None = None,
 ) -> jax.stages.Lowered:
-    """The step of one bucket from shapes alone, for devices that need not be there.
+    """The lowered step of one bucket, from shapes alone, for devices that need not exist here.
 
     model: `abstract_model` of the configuration that one device runs (`config.local(n)` for a mesh
     of n, or of several engines with n devices each). plain: the all-greedy step. mesh: of
@@ -45,7 +45,7 @@ def lower_step(
 
 
 def _is_turned(path: Path, own: Any) -> bool:
-    """Whether a matrix was laid out for products in fp8, [1, O, I]; those of experts are not."""
+    """Whether a matrix is packed for fp8 products, [1, O, I]; experts' matrices are not."""
     return path[-1] == "kernel" and len(own.shape) == 3 and own.shape[0] == 1
 
 
@@ -60,8 +60,8 @@ def _turned(placed: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _on_mesh(path: Path, own: Any, mesh: Mesh, groups: int) -> jax.ShapeDtypeStruct:
-    """A weight as it lies on the mesh, given anything with the shape and dtype of one device's
-    share; groups: of experts.
+    """The shape of a weight on the mesh, from an object with the shape and dtype of one device's
+    share. groups: of experts.
     """
     if _is_turned(path, own):
         before = jax.ShapeDtypeStruct((own.shape[2], own.shape[1]), own.dtype)
