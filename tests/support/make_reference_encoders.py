@@ -25,10 +25,10 @@ SIZES = {
     "intermediate_size": 80,
     "max_position_embeddings": 64,
 }
-#: Separators of a text and of a pair, and tokens around them.
+#: First token and separator of texts and pairs, by architecture.
 BERT_TOKENS = {"first": 90, "separator": 91}
 XLM_TOKENS = {"first": 0, "separator": 2}
-#: Architecture -> settings beside SIZES.
+#: Architecture -> settings in addition to SIZES.
 CASES = {
     "BertModel": {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
     "BertForSequenceClassification": {"num_labels": 1},
@@ -39,15 +39,13 @@ CASES = {
         "type_vocab_size": 1,
     },
 }
-#: (tokens of a query, of its document), those of a text alone.
+#: (tokens of a query, tokens of its document); tokens of the single texts.
 PAIRS = [(3, 2), (5, 30), (20, 37), (1, 1)]
 TEXTS = [1, 4, 33, 60]
 
 
 def random_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 weights that depend on the tensor's name and shape alone; those of norms lie around
-    1.
-    """
+    """float32 weights that depend only on the tensor's name and shape; about 1 for norms."""
     name = name.replace("LayerNorm", "norm")
     if name.endswith("norm.bias"):
         return drawn(name, shape) - np.float32(1.0)
@@ -55,12 +53,12 @@ def random_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def words(count: int, seed: int) -> list[int]:
-    """Token ids of no special meaning."""
+    """Random ids of ordinary tokens."""
     return np.random.default_rng(seed).integers(4, 90, count).tolist()
 
 
 def prompts(architecture: str) -> list[tuple[list[int], list[int]]]:
-    """(token ids, token types) of what the model reads: texts, or pairs of them."""
+    """(token ids, token types) of the model's inputs: texts, or pairs of texts."""
     is_bert = architecture.startswith("Bert")
     tokens = BERT_TOKENS if is_bert else XLM_TOKENS
     first, separator = [tokens["first"]], [tokens["separator"]]
@@ -78,7 +76,7 @@ def prompts(architecture: str) -> list[tuple[list[int], list[int]]]:
 
 
 def reference(architecture: str, settings: dict) -> dict:
-    """config.json as transformers writes it, tensor shapes, and of each prompt the first row and
+    """config.json as transformers writes it, tensor shapes, and for each prompt the first row and
     the mean of all rows, or the logit.
     """
     import torch

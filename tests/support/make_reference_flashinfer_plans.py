@@ -1,11 +1,11 @@
-"""Make tests/data/flashinfer_plans.json: what FlashInfer's own compiled code plans for some steps.
+"""Make tests/data/flashinfer_plans.json: plans of FlashInfer's own compiled code for some steps.
 
-Run by hand, no GPU is needed: `python tests/support/make_reference_flashinfer_plans.py FA2.so
+Run it by hand; it needs no GPU: `python tests/support/make_reference_flashinfer_plans.py FA2.so
 FA3.so`, with the libraries of two modules that FlashInfer compiled
 (`gen_batch_prefill_module("fa2", ...)` and `"fa3"`, any dtype and head dim: plans take the head dim
-as a number), and apache-tvm-ffi, jax and a C compiler installed. Plans ask the CUDA runtime for a
-device, its processors and copies; one that says yes, and copies in memory, is put in its place.
-Written with flashinfer-python 0.7.2.post1.
+as a number), and apache-tvm-ffi, jax and a C compiler installed. Plans call the CUDA runtime for a
+device, its processors and copies; a fake runtime, which copies in host memory, replaces it. Written
+with flashinfer-python 0.7.2.post1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ CASES: list[dict[str, Any]] = [
         "pages": 8,
     },
 ]
-#: 16: multiprocessors, 75 and 76: compute capability, 97: shared memory of a block.
+#: C source of the fake runtime. Attribute numbers: 16 multiprocessors, 75 and 76 compute
+#: capability, 97 shared memory of a block.
 RUNTIME = """
 #include <string.h>
 static void* handle = 0;
@@ -86,7 +87,7 @@ def main(paths: list[str]) -> None:
 
 
 def over_a_runtime(paths: list[str]) -> int:
-    """This program again, over the runtime above."""
+    """Run this program again with the fake runtime loaded; returns its exit status."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "runtime.c"), Path(folder, "libcudart.so.13")
         exported = Path(folder, "exported")
@@ -106,7 +107,7 @@ def tensor(array: np.ndarray) -> Any:
 
 
 def starts(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """(first rows of the sequences and their end, contexts), absent sequences last."""
+    """(first rows of the sequences, then the end; context lengths), absent sequences last."""
     absent = case["seqs"] - len(case["prompts"])
     rows = [0, *(rows for _, rows in case["prompts"]), *[0] * absent]
     lengths = [*(length for length, _ in case["prompts"]), *[0] * absent]
@@ -118,7 +119,9 @@ def words(memory: np.ndarray, offset: int, count: int) -> list[int]:
 
 
 def tiled_lists(module: Any, case: dict[str, Any]) -> dict[str, Any]:
-    """Lists of the tiles of "fa2", for a batch in which the rest of a table's row is a request."""
+    """Lists of the tiles of "fa2", for a batch in which the unused rest of each row of the page
+    table is a request too.
+    """
     n_heads, n_kv, dim = case["heads"]
     cu_q, lengths = starts(case)
     first_pages = np.arange(case["seqs"]) * case["pages"]

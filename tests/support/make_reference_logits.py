@@ -25,9 +25,9 @@ from safetensors.numpy import load_file
 OUTPUT = Path(__file__).parents[1] / "data" / "reference_logits.json"
 #: Rows whose logits are stored: the first two, around a window of 8, and the end.
 ROWS = [0, 1, 7, 8, 30, 47]
-#: Tokens that every case knows.
+#: Vocabulary size of every case.
 VOCABULARY = 96
-#: Architecture without a class for its text alone -> the tower that it is made with.
+#: Architecture without a text-only class -> the vision tower that its model is made with.
 TOWERS = {
     "MuseGlimmer": {
         "hidden_size": 16,
@@ -41,22 +41,22 @@ COUNT = 16
 
 
 def stored() -> dict[str, dict[str, Any]]:
-    """The cases of the file. Beside what is computed, a case says:
+    """The cases of the file. In addition to computed numbers, a case has these settings:
 
-    config: of the model. greedy: by lengths of the prompts that are continued, past windows of 8
-    and original contexts of 32. context: with which it is served, where transformers takes the
-    frequencies of a text's length. embed_spread: of the embeddings, where it is not 1: Gemma
-    scales them up, and would repeat a token for ever.
+    config: of the model. greedy: keys are the lengths of prompts that are continued, past windows
+    of 8 and original contexts of 32. context: with which it is served, if transformers chooses RoPE
+    frequencies by the text's length. embed_spread: standard deviation of the embeddings if not 1:
+    Gemma scales them up, and would repeat a token for ever.
     """
     return json.loads(OUTPUT.read_text())["cases"]
 
 
 def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.ndarray:
-    """float32 weights that depend on the tensor's name and shape alone; spread: of embeddings."""
+    """float32 weights that depend only on the tensor's name and shape; spread: of embeddings."""
     drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     if name.endswith("_blocks"):
         return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, shape, np.uint8)
-    if name.endswith("_scales"):  # magnitudes of experts' weights up to 1.5, or 6 of gates
+    if name.endswith("_scales"):  # experts' weights have magnitudes up to 1.5, gates up to 6
         return (124 + 2 * ("gate" in name) + np.clip(drawn, -2, 0)).astype(np.uint8)
     if name.endswith("_scale_inv"):  # of numbers up to 448
         return ((1.0 + 0.5 * np.tanh(drawn)) / 64).astype(np.float32)
@@ -64,9 +64,9 @@ def random_tensor(name: str, shape: tuple[int, ...], spread: float = 1.0) -> np.
         drawn = 1.0 + 0.2 * drawn
     elif name.endswith((".bias", "_proj_bias")):
         drawn = 0.3 * drawn
-    elif name.endswith("sinks"):  # some of them outweigh every key, some no key
+    elif name.endswith("sinks"):  # some outweigh all keys, others none
         drawn = 4 * drawn
-    elif name.endswith(".A_log"):  # a memory of some tokens, or of some hundred
+    elif name.endswith(".A_log"):  # heads remember some tokens, or some hundred
         drawn = 1.5 * drawn - 3.0
     elif "embed" in name:
         drawn = spread * drawn
@@ -81,8 +81,8 @@ def prompt(count: int = 48) -> np.ndarray:
 
 
 def greedy(model, lengths: list[int]) -> dict[str, list[list[float]]]:
-    """Greedy continuations of the prompts of these lengths, each token from a whole forward, and
-    the log-probabilities of its tokens.
+    """Greedy continuations of prompts of these lengths, each token from a complete forward pass,
+    and the log-probabilities of the tokens.
     """
     import torch
 
@@ -114,7 +114,7 @@ def in_mxfp4(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 def in_fp8(shapes: dict[str, tuple[int, ...]], left_out: list[str]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a file whose matrices are in fp8, but for those left out; and scales."""
+    """The tensors of a file whose matrices are in fp8, except those left out; and scales."""
     kept = tuple(f"{name}.weight" for name in ("embed_tokens", *left_out))
     scales = {
         f"{key}_scale_inv": tuple(-(-size // 128) for size in shape)
@@ -125,7 +125,7 @@ def in_fp8(shapes: dict[str, tuple[int, ...]], left_out: list[str]) -> dict[str,
 
 
 def save(state: dict[str, np.ndarray], file: Path) -> None:
-    """Tensors in float32, but for those with scales of blocks, which become fp8 times 64."""
+    """Save tensors in float32, except those with block scales, which are saved in fp8 times 64."""
     import torch
     from safetensors.torch import save_file as save_torch
 
@@ -137,7 +137,7 @@ def save(state: dict[str, np.ndarray], file: Path) -> None:
 
 
 def whole_model(name: str, config):
-    """The model of a text configuration, with its tower if there is no class without.
+    """The model of a text configuration, with its vision tower if there is no text-only class.
 
     name: of its architecture.
     """
@@ -152,7 +152,7 @@ def whole_model(name: str, config):
 
 
 def read_config(settings: dict[str, Any], folder: str):
-    """The text configuration that these settings make, for weights that are not quantised."""
+    """The text configuration of these settings, for weights that are not quantised."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     (Path(folder) / "config.json").write_text(json.dumps(settings))
@@ -170,7 +170,7 @@ def made(given: dict[str, Any]) -> tuple:
     name = settings["architectures"][0].removesuffix("ForCausalLM")
     text = "model." if name not in TOWERS else "model.language_model."
     spread = given.get("embed_spread", 1.0)
-    # By the names of the file: in memory experts are one tensor.
+    # Load by the names in the file: in memory experts are one tensor.
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(settings, folder)
         model = whole_model(name, config)
@@ -225,7 +225,7 @@ def reference(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Make the cases of these names anew, or all; or add one."""
+    """Make the cases of these names again, or all cases; or add one."""
     cases = stored()
     if words[:1] == ["--new"]:
         _, name, file, *lengths = words

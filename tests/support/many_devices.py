@@ -1,5 +1,5 @@
-"""Programs of this folder that need several CPU devices, each in a process of its own: a process
-must ask for devices before jax starts.
+"""Runs programs of this folder that need several CPU devices, each in its own process, since the
+number of devices must be set before jax starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from places import SUPPORT
 
 from jitney.engine.config.schema import compilation_cache_dir
 
-#: Seconds; the programs compile for minutes where processors are busy.
+#: Most seconds of a program; on a busy machine programs compile for minutes.
 _LIMIT_S = 570
 
 
@@ -34,7 +34,7 @@ def run_on_devices(
         (folder / "jobs.json").write_text(json.dumps(jobs))
         arguments.append(str(folder / "jobs.json"))
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    # Programs that did not change since the last run are found in the user's cache.
+    # Compiled programs that did not change since the last run are in the user's cache.
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(compilation_cache_dir() / "tests"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

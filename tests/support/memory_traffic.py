@@ -1,9 +1,9 @@
-"""The account of a compiled program: bytes that its instructions move, operations they do, and what
-they copy.
+"""Counts the bytes that a compiled program's instructions move, their operations, and their large
+results.
 
-An instruction touches its operands and its results once each. Of what it gathers, slices or
-scatters only the rows count; inside a fusion, too. A kernel of ours touches what its documentation
-says (`kernel_cost`); cached re-reads and the workspaces of libraries are left out.
+An instruction reads each operand and writes each result once. For gathers, slices and scatters only
+the rows in question count, also inside a fusion. Our kernels move the bytes that their
+documentation states (`kernel_cost`); cached re-reads and the workspaces of libraries are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from hlo import Array, Computation, Instruction, Module
 
-#: Instructions that name, regroup or wait, and move nothing.
+#: Instructions that only name, regroup or wait, and move no bytes.
 FREE = {
     "parameter",
     "constant",
@@ -49,10 +49,10 @@ STARTS = {
     "copy-start": 0,
     "slice-start": 1,
     "dynamic-slice-start": 1,
-}  # which array of the result is the new one
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand holds the new rows
+}  # index of the new array in the result
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand with the new rows
 PRODUCTS = "__cublas$"
-#: Custom calls that only tell the compiler something.
+#: Custom calls that are only hints for the compiler.
 HINTS = {"AssumeGatherIndicesInBound", "ConcatBitcast"}
 #: (kernel name, arrays taken, arrays made) -> (bytes, operations).
 KernelCost = Callable[[str, list[Array], list[Array]], tuple[float, float]]
@@ -60,8 +60,8 @@ KernelCost = Callable[[str, list[Array], list[Array]], tuple[float, float]]
 
 @dataclass
 class Account:
-    """What one run of a computation moves and does. made: name and array of each large result in
-    main memory.
+    """Bytes and operations of one run of a computation. made: name and array of each large result
+    in main memory.
     """
 
     bytes: float = 0.0
@@ -69,7 +69,7 @@ class Account:
     kernels: dict[str, int] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)  # instruction -> bytes
     made: list[tuple[str, Array]] = field(default_factory=list)
-    collectives: float = 0.0  # bytes that all-reduces and all-gathers take
+    collectives: float = 0.0  # bytes that all-reduces and all-gathers read
 
     def add(self, other: Account, times: int = 1) -> None:
         """Join another account, run `times` times."""
@@ -84,8 +84,9 @@ class Account:
 
 
 def account(module: Module, kernel_cost: KernelCost, rounds: int = 1) -> Account:
-    """Of one run of the program. Of a conditional the branch counts that moves least: the one
-    nobody asked for. rounds: of loops that the step's rows bound.
+    """The account of one run of the program. Of a conditional, the branch that moves least counts:
+    that of steps in which no request uses the feature. rounds: trip count of loops over the step's
+    rows.
     """
     return Reader(module, kernel_cost, rounds).computation(module.entry)
 
@@ -99,8 +100,8 @@ class Reader:
     rounds: int = 1
 
     def computation(self, which: Computation) -> Account:
-        """All instructions of a computation that runs as such: the entry, a branch, a loop's
-        body.
+        """The account of all instructions of a computation that is not fused: the entry, a branch,
+        a loop's body.
         """
         total = Account()
         for made in which.instructions.values():
@@ -109,7 +110,7 @@ class Reader:
         return total
 
     def instruction(self, where: Computation, made: Instruction) -> Account:
-        """One instruction with what it calls."""
+        """The account of one instruction, including the computations that it calls."""
         match made.op:
             case "while":
                 return self.loop(made)
@@ -127,7 +128,7 @@ class Reader:
                 return self.fusion(made)
             case (
                 "custom-call-update"
-            ):  # a TPU's scatter into its first operand, by a processor of its own
+            ):  # a TPU's scatter into its first operand, by a separate processor
                 rows = 2 * sum(source.nbytes for source in where.inputs(made)[2:])
                 return Account(rows, moved={made.name: rows})
         moved = self.moved(where, made)
@@ -164,7 +165,9 @@ class Reader:
         return made.nbytes + sum(source.nbytes for source in sources)
 
     def fusion(self, made: Instruction) -> Account:
-        """Operands by use, results by root; a fusion around a kernel is the kernel."""
+        """The account of a fusion: operands by their use, results by the root; a fusion around a
+        kernel counts as the kernel.
+        """
         inner = self.module.called(made)
         if any(
             part.op == "custom-call" and not is_hint(part) for part in inner.instructions.values()
@@ -190,7 +193,7 @@ class Reader:
         return found
 
     def read(self, inner: Computation, source: Instruction) -> float:
-        """Bytes that a fusion reads of one of its parameters (or of what only regroups it)."""
+        """Bytes that a fusion reads of one of its parameters, or of a regrouped parameter."""
         total = 0.0
         for user in inner.users[source.name]:
             first = user.operands[0] == source.name
@@ -212,7 +215,7 @@ class Reader:
         return min(total, source.nbytes)
 
     def written(self, inner: Computation) -> float:
-        """Bytes that a fusion writes: rows where its root updates an operand in place."""
+        """Bytes that a fusion writes: only rows if its root updates an operand in place."""
         roots = inner.inputs(inner.root) if inner.root.op == "tuple" else [inner.root]
         total = 0.0
         for root in roots:
@@ -232,7 +235,7 @@ class Reader:
         return total
 
     def loop(self, made: Instruction) -> Account:
-        """A loop's body as often as XLA knows it to run, or as a loop of the step's rows does."""
+        """The account of a loop: its body times the trip count known to XLA, or times `rounds`."""
         total = Account()
         count = re.search(r'"known_trip_count":\{"n":"(\d+)"', made.attributes)
         total.add(
@@ -242,7 +245,7 @@ class Reader:
         return total
 
     def conditional(self, made: Instruction) -> Account:
-        """The branch that moves least."""
+        """The account of the branch that moves least."""
         names = re.search(r"branch_computations=\{([^}]*)\}", made.attributes)
         found = (
             re.findall(r"%?([\w.\-]+)", names.group(1))
@@ -255,7 +258,7 @@ class Reader:
         )
 
     def custom_call(self, where: Computation, made: Instruction) -> Account:
-        """A library's product, or a kernel of ours by its own account."""
+        """The account of a library's product, or of our kernel by `kernel_cost`."""
         if is_hint(made):
             return Account()
         taken = [array for source in where.inputs(made) for array in source.arrays]
@@ -271,13 +274,13 @@ class Reader:
 
 
 def is_hint(made: Instruction) -> bool:
-    """Whether a custom call is one that moves nothing."""
+    """Whether a custom call is a hint, which moves no bytes."""
     return made.quoted("custom_call_target") in HINTS
 
 
 def kernel_name(made: Instruction) -> str:
-    """The kernel that a custom call runs: the scope its launch is traced in, else the target
-    itself.
+    """The name of the kernel that a custom call runs: the scope in which its launch is traced, else
+    the call's target.
     """
     scopes = made.quoted("op_name").split("/")
     if scopes[-1] in ("triton_kernel_call", "pallas_call", "tpu_custom_call") and len(scopes) > 1:
@@ -313,8 +316,8 @@ def results(made: Instruction, in_place: bool) -> list[tuple[str, Array]]:
 
 
 def operations(where: Computation, made: Instruction) -> float:
-    """Of a matrix product, as a dot or as the convolution that a TPU makes of it: two for each
-    multiplication.
+    """Operations of a matrix product, written as a dot or, for a TPU, as a convolution: two for
+    each multiplication.
     """
     if made.op == "dot":
         left = where.inputs(made)[0].arrays[0]
@@ -332,7 +335,7 @@ def operations(where: Computation, made: Instruction) -> float:
 
 
 def library_operations(made: Instruction, taken: list[Array]) -> float:
-    """Of a library's product, from the dimension numbers in its configuration."""
+    """Operations of a library's product, from the dimension numbers in its configuration."""
     text = re.search(r"backend_config=(\{.*\})", made.attributes)
     config = json.loads(text.group(1)).get("gemm_backend_config", {}) if text else {}
     dims = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])

@@ -1,4 +1,4 @@
-"""The names under which a server's metrics can be asked for."""
+"""The names of a server's metrics, and the names that a query uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TYPE = re.compile(r"^# TYPE (jitney_\w+) (\w+)$", re.MULTILINE)
 
 
 def metric_names() -> set[str]:
-    """Of every series that `/metrics` declares, of an engine or of a fleet."""
+    """The names of all series that `/metrics` of an engine or of a fleet declares."""
     text = make_app().state.service.metrics.render().decode()
     text += FleetMetrics(dict).render().decode()
     names: set[str] = set()
@@ -25,5 +25,5 @@ def metric_names() -> set[str]:
 
 
 def named_in(text: str) -> set[str]:
-    """Metrics of ours that a query names."""
+    """The names of our metrics in a query."""
     return set(re.findall(r"\bjitney_\w+", text))

@@ -1,5 +1,5 @@
-"""Every CPU kernel against float64, at the shapes models have and at odd ones; shared by the tests
-of all CPUs.
+"""Checks every CPU kernel against float64, at the shapes of models and at odd shapes; shared by the
+tests of all CPUs.
 
 Each function takes nothing from the library under test but what `jitney.kernels.cpu.library.load`
 returns, so a test (or `python tests/support/native_checks.py LIBRARY NAME`) can put any compiled
@@ -25,15 +25,16 @@ from jitney.kernels.cpu import library, norms, products
 from jitney.kernels.cpu.attention import paged_attention, rotate_and_write
 from jitney.kernels.w8a8 import Int8
 
-#: As they are where no machine was asked.
+#: The products with the default number of rows, which is not measured on this machine.
 OURS = products.up_to(products.USUAL_ROWS)
-#: Query heads, key heads, head dim: three rows a key head, one, many, seven, and the widest head.
+#: (query heads, key heads, head dim): three query heads per key head, one, four, seven, and the
+#: widest head.
 LAYOUTS = [(9, 3, 64), (8, 8, 64), (32, 8, 128), (14, 2, 64), (4, 1, 256)]
-#: Contexts on both sides of a page's edge and of a chunk's (96 keys); prompts whole, cut, and of
-#: one row.
+#: Contexts on both sides of a page's edge and of a chunk's (96 keys); prompts that are whole, cut,
+#: and of one row.
 DECODE = (1, 15, 16, 17, 33, 97, 200)
 PROMPTS = ((40, 40), (16, 16), (130, 35), (97, 1))
-#: bfloat16 keeps 8 bits; where pairs are multiplied, a prompt's weights are rounded to as many.
+#: bfloat16 has 8 bits; kernels that multiply pairs round a prompt's softmax weights to as many.
 ROUNDED = (2**-8, 4e-3)  # relative, absolute
 EXACT = (0.0, 4e-6)
 
@@ -42,7 +43,7 @@ EXACT = (0.0, 4e-6)
 def attended(
     heads: tuple[int, int, int], dtype: str, window: int, page: int, softcap: float
 ) -> tuple[Batch, np.ndarray, np.ndarray]:
-    """A batch, the pool after its step, and what each row ought to be."""
+    """A batch, the pool after its step, and the expected output of each row."""
     case = Case(heads, DECODE, PROMPTS, rows=112, seqs=12, window=window, page=page, pages=64)
     batch = make(replace(case, softcap=softcap))
     if dtype == "bfloat16":
@@ -63,7 +64,7 @@ def check_attention(
     page: int = 16,
     softcap: float = 0.0,
 ) -> None:
-    """Every head of every row, decoding and of prompts; padding rows are zero."""
+    """Check every head of every row, of decoding sequences and prompts; padding rows are zero."""
     batch, pool, expected = attended(heads, dtype, window, page, softcap)
     call = jax.jit(lambda *args: paged_attention(*args, **batch.options))
     o, after = call(batch.q, batch.k, batch.v, batch.kv, batch.meta)
@@ -76,9 +77,8 @@ def check_attention(
 
 
 def check_rotation(heads: tuple[int, int, int], dtype: str, norms: str = "") -> None:
-    """Queries and keys turned, and what is written: all of it, and one row alone, to the bit.
-
-    norms: the dtype of their weights, where heads are normed before.
+    """Check rotated queries and keys, and the written pool: all rows, and one row alone, bit for
+    bit. norms: the dtype of the norms' weights, if heads are normed before; "": no norms.
     """
     batch = attended(heads, dtype, 0, 16, 0.0)[0]
     rng = np.random.default_rng(11)
@@ -118,13 +118,13 @@ def check_rotation(heads: tuple[int, int, int], dtype: str, norms: str = "") -> 
 
 
 def numbers(seed: int, dtype: str, *shape: int) -> jax.Array:
-    # Rounded by numpy, and only put there: jax compiles a program for each shape otherwise.
+    # numpy rounds the numbers: jax would compile a program for each shape.
     return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
 def of_each(call: Callable[..., Any], batches: list[np.ndarray], *weights: Any) -> list[Any]:
-    """What a product makes of each of several batches, all in one program, since a hundred small
-    ones take seconds to compile.
+    """The results of a product for each of several batches, all in one program, since a hundred
+    small programs take seconds to compile.
     """
     return jax.jit(lambda batches, *weights: [call(x, *weights) for x in batches])(
         batches, *weights
@@ -132,7 +132,9 @@ def of_each(call: Callable[..., Any], batches: list[np.ndarray], *weights: Any) 
 
 
 def check_products(size_in: int, size_out: int, dtype: str) -> None:
-    """Weights as they come and, where they are packed, as they are then; few rows and many."""
+    """Check products with unpacked weights and, if the kernels pack them, with packed weights; with
+    few rows and many.
+    """
     w = numbers(1, dtype, size_in, size_out)
     wide = np.asarray(w, np.float64)
     laid_out = products.pack(w)
@@ -154,15 +156,16 @@ def check_products(size_in: int, size_out: int, dtype: str) -> None:
 
 
 def int8_weights(seed: int, size_in: int, size_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes from -128 to 127 [I, O], as a checkpoint may have them, and scales [O]."""
+    """(codes from -128 to 127 [I, O], as in a checkpoint; scales [O])."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(-128, 128, (size_in, size_out), np.int8)
     return codes, (rng.random(size_out, np.float32) + 0.5) / (32 * size_in**0.5)
 
 
 def check_int8(size_in: int, size_out: int, dtype: str) -> None:
-    """Rows rounded to int8 times weights in int8, plain and gated; a row's bits are the same alone
-    and in every crowd. Rows of zeros and of numbers so small that their steps vanish are 0.
+    """Check rows rounded to int8 times int8 weights, plain and gated; a row has the same bits alone
+    and among any other rows. Rows of zeros, and of numbers so small that their scales underflow,
+    give 0.
     """
     codes, scale = int8_weights(7, size_in, size_out)
     x = np.array(numbers(8, dtype, 133, size_in))
@@ -188,8 +191,8 @@ def check_int8(size_in: int, size_out: int, dtype: str) -> None:
 
 
 def check_padding(dtype: str) -> None:
-    """Products of the first rows of many: to the bit what they are alone, whatever stands behind
-    them, which becomes zero.
+    """Check products of only the first rows: they have the same bits as alone, whatever the rows
+    after them hold; those rows become zero.
     """
     size_in, size_out, most = 576, 192, 133
     ours = products.up_to(most)
@@ -202,7 +205,7 @@ def check_padding(dtype: str) -> None:
         (products.INT8.gated, Int8(products.INT8.pack(codes, 2), scale)),
     ]
     in_parts = products.pack(w, 2)
-    if in_parts is not w:  # else XLA gates, which rounds as the program around it has it
+    if in_parts is not w:  # else XLA gates, and its rounding depends on the surrounding program
         calls.append((ours.gated, in_parts))
     for product, weights in calls:
         whole = np.asarray(jax.jit(product)(x, weights))
@@ -216,7 +219,7 @@ def check_padding(dtype: str) -> None:
 
 
 def check_projection(words: int, size: int, dtype: str) -> None:
-    """The output head, for few rows and many."""
+    """Check the output head, for few rows and many."""
     table = numbers(3, dtype, words, size)
     batches = [np.asarray(numbers(4, dtype, rows, size)) for rows in (1, 2, 3, 4, 7, 8, 21)]
     for x, result in zip(batches, of_each(OURS.project, batches, table), strict=True):
@@ -225,7 +228,7 @@ def check_projection(words: int, size: int, dtype: str) -> None:
 
 
 def check_norms(size: int, dtype: str) -> None:
-    """Norms of 1, 17 and 40 rows of one model's width."""
+    """Check norms of 1, 17 and 40 rows of one model's width."""
     weight = numbers(5, dtype, size)
     for rows in (1, 17, 40):
         x = numbers(6, dtype, rows, size) * 3
@@ -250,7 +253,7 @@ def check_norms(size: int, dtype: str) -> None:
 
 
 def check_rest(dtype: str) -> None:
-    """Products, projections, norms and rotations at the default model's sizes and at odd ones."""
+    """Check products, projections, norms and rotations at the default model's and at odd sizes."""
     for size_in, size_out in ((576, 960), (100, 96), (2100, 64), (64, 32)):
         check_products(size_in, size_out, dtype)
     for size_in, size_out in ((576, 960), (64, 32), (4112, 96)):
@@ -268,7 +271,7 @@ def check_rest(dtype: str) -> None:
 
 
 def check_all() -> None:
-    """Everything above, in both dtypes, with and without a window, and on pages that no span
+    """Run all checks above, in both dtypes, with and without a window, and on pages that no span
     divides.
     """
     for dtype in ("float32", "bfloat16"):
@@ -282,8 +285,8 @@ def check_all() -> None:
 
 
 def use(path: Path, name: str) -> library._Library:
-    """Register a compiled library under a name of its own; put what is returned in the place of
-    `library.load()`.
+    """Register a compiled library under its own name; the caller uses the result in place of that
+    of `library.load()`.
     """
     return library._register(path, name)
 

@@ -1,4 +1,4 @@
-"""A worker that does what its tasks say: `python -m obedient_worker`."""
+"""A worker process whose tasks are instructions: `python -m obedient_worker`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jitney.engine.common.worker_pipe import WorkerPipe
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One of: a text to answer with; the end of the process; an answer that does not come."""
+    """One of: answer with a text; exit; never answer."""
 
     text: str = ""
     dies: bool = False
@@ -20,14 +20,14 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Obeyed(msgspec.Struct, frozen=True):
-    """What was ordered, and who obeyed."""
+    """The text of the order, and the id of the process that carried it out."""
 
     text: str
     pid: int
 
 
 def main() -> int:
-    """Obey until standard input ends."""
+    """Carry out orders until standard input ends."""
     pipe = WorkerPipe()
     while (request := pipe.read()) is not None:
         order = msgspec.msgpack.decode(request, type=Order)

@@ -61,8 +61,8 @@ DENSE = replace(
 
 
 def nothing_kept(config: ModelConfig, seqs: int) -> list[Any]:
-    """What layers find of the steps before the first one: no pages, which `DENSE` does not read,
-    and empty seats.
+    """The state of layers before the first step: no pages, which `DENSE` does not read, and empty
+    slots.
     """
     seats: Any = None
     if config.recurrent is not None:
@@ -74,7 +74,7 @@ def nothing_kept(config: ModelConfig, seqs: int) -> list[Any]:
 
 @jax.jit
 def _whole_hidden(model: Model, tokens: jax.Array, adapted: jax.Array | None = None) -> Hidden:
-    """tokens, adapted int32 [T] -> T rows behind the last attention."""
+    """tokens, adapted int32 [T] -> T rows after the last attention."""
     positions = jnp.arange(tokens.shape[0])
     none = jnp.zeros(0, jnp.int32)
     counts = jnp.array([0, 1, tokens.shape[0]], jnp.int32)
@@ -92,15 +92,15 @@ def whole_logits(model: Model, tokens: jax.Array, adapted: jax.Array | None = No
 
 
 def _padded(tokens: list[int]) -> np.ndarray:
-    """To a multiple of 64, so that few shapes compile."""
+    """The tokens padded to a multiple of 64, so that few shapes compile."""
     padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)
     padded[: len(tokens)] = tokens
     return padded
 
 
 def oracle_logprobs(model: Model, tokens: list[int], adapter: int = 0) -> np.ndarray:
-    """Log-probabilities of the next token at every position, [T, V]. adapter: by which the model is
-    changed; 0: by none.
+    """Log-probabilities of the next token at every position, [T, V]. adapter: number of the model's
+    adapter; 0: none.
     """
     padded = _padded(tokens)
     logits = whole_logits(
@@ -115,13 +115,13 @@ def prompt(i: int, length: int) -> list[int]:
 
 @jax.jit
 def _fed(model: Model, hidden: Hidden) -> jax.Array:
-    """Rows behind the last attention -> [T, E] before the final norm."""
+    """Rows after the last attention -> [T, E] before the final norm."""
     last, x = cast(Llama, model).layers[-1], hidden.states
     return x + last.fed_forward(last.mlp_norm(x, DENSE), DENSE, RowFacts())
 
 
 def naive_normed(model: Model, tokens: list[int]) -> np.ndarray:
-    """Hidden states of every position behind the final norm, float32 [T, E]."""
+    """Hidden states of every position after the final norm, float32 [T, E]."""
     x = np.asarray(_fed(model, _whole_hidden(model, _padded(tokens))), np.float64)[: len(tokens)]
     root = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.config.rms_eps)
     weight = np.asarray(cast(Llama, model).norm.weight[...], np.float64)

@@ -1,4 +1,4 @@
-"""The outputs of a request to an engine, one after the other."""
+"""Iterates over the outputs of a request to an engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jitney.engine.server.process.client import EngineClient
 
 
 class Outputs:
-    """Submits a request, and gives its outputs until each of its sequences has ended."""
+    """Submits a request, and iterates over its outputs until all its sequences have ended."""
 
     def __init__(self, client: EngineClient, request: EngineRequest):
         self.request = request
         self._open = request.sampling.n
         self._outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
-        #: Tokens that came, taken or not.
+        #: Number of received tokens, read by the iteration or not.
         self.n_tokens = 0
         client.submit(request, self._hear)
 
@@ -27,7 +27,7 @@ class Outputs:
 
     @property
     def waiting(self) -> int:
-        """Outputs that came and were not taken."""
+        """Number of received outputs that were not read yet."""
         return self._outputs.qsize()
 
     def __aiter__(self) -> AsyncIterator[SequenceOutput]:

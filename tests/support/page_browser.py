@@ -1,5 +1,5 @@
-"""The page in Debian's chromium, for tests: a page that keeps what went wrong, servers, and words
-to wait for.
+"""Opens the dashboard in Debian's chromium, for tests: records a page's errors, starts servers, and
+waits for texts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-#: Milliseconds until a test gives up on what it waits for; only a failing test takes so long.
+#: Most milliseconds to wait for a condition; only a failing test takes as long.
 PATIENCE = 60_000
 
 
 def watched(browser, **options: Any) -> SimpleNamespace:
-    """A page in a context of its own; problems: console errors and exceptions, hosts: who was asked
-    for anything.
+    """A page in its own browser context; problems: console errors and exceptions; hosts: hosts to
+    which it sent requests.
     """
     context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
     page = context.new_page()
@@ -83,7 +83,7 @@ def served(app: Any, port: int = 0) -> Iterator[str]:
 def endpoint(
     client: Any, port: int = 0, data_dir: Path | None = None
 ) -> contextlib.AbstractContextManager[str]:
-    """The whole HTTP side of a scripted engine."""
+    """A server with the complete HTTP app of a scripted engine."""
     settings = ServerSettings(data_dir=data_dir).with_page("/dashboard")
     lab = Lab(client, None)
     page = Dashboard(client, settings, lab=lab, service=lambda: app.state.service)
@@ -94,7 +94,9 @@ def endpoint(
 
 @contextlib.contextmanager
 def visit(page, client: Any) -> Iterator[str]:
-    """The page, opened and live; it leaves before its server stops. Yields the server's URL."""
+    """Open the page and wait until it is live; closes it before its server stops. Yields the
+    server's URL.
+    """
     with endpoint(client) as url:
         page.goto(url + "/dashboard")
         state(page, "live")
@@ -150,8 +152,8 @@ def figures(page) -> dict[str, str]:
 
 
 def faults(page, axe: Any, scheme: str = "light") -> dict[str, list[str]]:
-    """Violations that axe-core finds: by rule, the elements that break it. In the dark only the
-    rules about colours run: no other depends on the scheme.
+    """Violations that axe-core finds: rule -> elements that break it. In the dark scheme only the
+    rules about colours run, since no other rule depends on the scheme.
     """
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     options: dict[str, Any] = {"resultTypes": ["violations"]}

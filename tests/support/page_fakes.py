@@ -13,12 +13,12 @@ from jitney.engine.server.http.settings import ServerSettings, digest_key
 
 
 def page(client: FakeClient, *keys: str) -> Starlette:
-    """The dashboard of an engine, for whoever has one of the administrators' `keys`."""
+    """The dashboard of an engine; `keys` are its administrators' keys."""
     return Dashboard(client, ServerSettings(admin_keys=tuple(map(digest_key, keys)))).to_mount()  # type: ignore[arg-type]
 
 
 def viewers_of(feed: Feed | Relay) -> int:
-    """Who watches now."""
+    """The number of current viewers."""
     return len(feed._viewers)
 
 

@@ -1,4 +1,4 @@
-"""Many scripted engines behind one server, for tests and measurements of the page of a fleet."""
+"""Many scripted engines behind one server, for tests and measurements of a fleet's dashboard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jitney.engine.server.process.counters import EngineCounters
 
 
 class FakeReplica:
-    """An engine whose seats are taken and left by chance. What it does is decided by `move`."""
+    """An engine whose sequences take and leave seats at random, when a test calls `move`."""
 
     def __init__(self, seats: int = 8, seed: int = 0, pages: int = 400, model: str = "scripted"):
         self.info: EngineInfo | None = _info(seats, pages, model)
@@ -47,7 +47,7 @@ class FakeReplica:
         return SeatMap(0, [], bytes(101))
 
     def take_seat(self, seat: int, n_prompt: int, n_output: int, max_tokens: int) -> None:
-        """A sequence that has come so far sits there; one without output reads its prompt."""
+        """Seat a sequence with `n_output` tokens written; at 0 it is still in prefill."""
         now, self._n = time.monotonic(), self._n + 1
         name = f"r{self._n}"
         sampling = SamplingParams(max_tokens=max_tokens)
@@ -58,7 +58,7 @@ class FakeReplica:
         self.write(seat, n_output)
 
     def write(self, seat: int, n_tokens: int) -> None:
-        """Who sits there has so many more output tokens, and leaves with the last."""
+        """Add output tokens to the seat's sequence, which leaves after its last token."""
         record = self.history.seats[seat]
         assert record is not None
         if not n_tokens:
@@ -74,7 +74,7 @@ class FakeReplica:
         self.counters.rows["decode"] += n_tokens
 
     def move(self, tokens: int = 4) -> None:
-        """A moment passes: everybody writes on, and free seats are taken again."""
+        """Advance time: all sequences write tokens, and new ones may take free seats."""
         for seat, record in enumerate(self.history.seats):
             if record is not None:
                 self.write(seat, tokens)
@@ -94,7 +94,7 @@ def _info(seats: int, pages: int, model: str) -> EngineInfo:
 
 
 def engines_app(clients: Mapping[str, Any], settings: ServerSettings | None = None) -> Starlette:
-    """Every engine under a path of its own: /NAME/dashboard."""
+    """An app with every engine under its own path: /NAME/dashboard."""
     pages = [
         Mount(
             f"/{name}/dashboard",
@@ -110,7 +110,7 @@ def urls_of(clients: Mapping[str, Any], base: str) -> dict[str, str]:
 
 
 class FakeRollouts:
-    """Candidates whose requests a test makes up. decided: (model, action) of each decision."""
+    """Rollouts whose requests a test makes up. decided: (model, action) of each decision."""
 
     def __init__(self, **rollouts: Rollout):
         self.rollouts = rollouts
@@ -137,7 +137,7 @@ class FakeRollouts:
 def rollout_of(
     model: str, candidate: str, slower: float, requests: int, clock: Callable[[], float] = time.time
 ) -> Rollout:
-    """So many requests of each arm; the candidate's take so many times as long."""
+    """A rollout with `requests` requests per arm; the candidate's take `slower` times as long."""
     rollout, rng = Rollout(model, candidate, PromotionRule(), clock), random.Random(0)
     for number in range(requests):
         for arm, times in zip(ARMS, (1.0, slower), strict=True):

@@ -1,5 +1,5 @@
-"""Compiles the Pallas kernel for a TPU that is not there, and prints what came out as JSON; run as
-a program.
+"""Compiles the Pallas kernel for a TPU that this machine does not have, and prints facts of the
+program as JSON; run as a program.
 
 `test_pallas_compiled` starts it with libtpu on PYTHONPATH: python pallas_program.py TOPOLOGY [PART
 OF A CASE'S NAME].
@@ -69,7 +69,7 @@ CASES = {
 
 
 def arguments(shape: Shape) -> tuple[Any, ...]:
-    """q, k, v, pool, meta, kv_scales; as shapes."""
+    """(q, k, v, pool, meta, kv_scales) as shapes."""
     n_heads, n_kv, dim = shape.heads
     array: Any = jax.ShapeDtypeStruct
     meta = AttentionMeta(
@@ -99,8 +99,8 @@ def arguments(shape: Shape) -> tuple[Any, ...]:
 
 
 def compile_case(shape: Shape, device: Any) -> dict[str, Any]:
-    """Bytes of the pool, of what is aliased and of temporaries; instructions that make another
-    pool.
+    """Bytes of the pool, of aliased arrays and of temporaries; instructions that make another
+    array of the pool's size.
     """
     kernels = _pallas_set(chip_of(device.device_kind))
     mesh = Mesh(np.array([device]), ("x",))

@@ -1,4 +1,4 @@
-"""Every name that the settings may give a parser of calls or thoughts."""
+"""All names of parsers of tool calls or reasoning that the settings accept."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Where the tests find things: the project, their data, and the programs that some of them
-start.
-"""
+"""Paths for the tests: the project, test data, and the programs that some tests start."""
 
 from __future__ import annotations
 

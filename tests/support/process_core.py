@@ -2,7 +2,7 @@
 `ProcessClient(builder="process_core:build")`.
 
 Each step gives every open sequence one token: prompt[0], prompt[0] + 1, ... Some first prompt
-tokens make it misbehave; those of _ONCE do so in the first core that has the request.
+tokens make it misbehave; those in _ONCE only in the first core that gets the request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Row:
 
 
 class Core:
-    pause_s = late_plan_slack_s = 0.0  # it never waits for company
+    pause_s = late_plan_slack_s = 0.0  # it never delays a step for more requests
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -118,7 +118,7 @@ class Core:
         )
 
     def token(self, row: Row) -> int:
-        """The newest of this row."""
+        """The newest token of this row."""
         return row.request.prompt[0] + row.done - 1
 
     def sleep(self, alive: Callable[[], None]) -> int:
@@ -155,10 +155,10 @@ class Core:
 
 
 class SlowLetters(Core):
-    """Its tokens are letters, and take their time."""
+    """A core whose tokens are letters, and whose steps are slow."""
 
     def learn(self, tokenizer: str) -> None:
-        """It knows no grammars."""
+        """Ignore the tokenizer: this core supports no grammars."""
 
     def step(self) -> StepReport:
         time.sleep(0.01)
@@ -183,14 +183,14 @@ def build_never(config, source, progress):
 
 
 def _n_builds() -> int:
-    """How many cores have begun to start, with this one."""
+    """Number of cores that have begun to start, including this one."""
     with open(os.environ["JITNEY_TEST_BUILDS"], "a+") as file:
         file.write("x")
         return file.tell()
 
 
 def build_that_dies_twice(config, source, progress):
-    """The first time killed, as for want of memory."""
+    """Die in the first two builds; the first is killed, as if memory ran out."""
     number = _n_builds()
     if number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -200,7 +200,7 @@ def build_that_dies_twice(config, source, progress):
 
 
 def build_that_breaks(config, source, progress):
-    """Twice in the same words."""
+    """Fail in every build, with the same message from the second build on."""
     raise RuntimeError(f"broken {min(_n_builds(), 2)}")
 
 
@@ -214,7 +214,7 @@ def build_that_hangs(config, source, progress):
 
 
 def build_step_by_step(config, source, progress):
-    """For longer than a limit of five seconds, but never that long without a word."""
+    """Build for more than a limit of five seconds, with progress reports in between."""
     for done in range(1, 6):
         time.sleep(1.2)
         progress(Progress("compile", done, 5, source.name))
@@ -222,7 +222,7 @@ def build_step_by_step(config, source, progress):
 
 
 def build_slowed(*arguments, **named):
-    """A core with a model whose steps take 20 ms more, so that an answer can be stopped."""
+    """A core with a model, whose steps take 20 ms more, so that a test can stop an answer."""
     from jitney.engine.core.build import build_engine
     from jitney.engine.core.engine_core import EngineCore
 

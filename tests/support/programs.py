@@ -1,4 +1,4 @@
-"""Programs of engines that are compiled when a step first wants them."""
+"""Engine programs that are compiled when a step first uses them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 
 
 class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):
-    """The same programs, but those that no step runs are never compiled."""
+    """The step programs, each compiled when a step first runs it."""
 
     def __init__(self, programs: StepPrograms):
         super().__init__(programs.executables)
@@ -33,8 +33,8 @@ class ProgramsWhenUsed(dict[tuple[Bucket, bool], Any]):
 
 
 class PartsWhenUsed(StepParts):
-    """The same programs, each compiled when a step first calls it: an engine whose requests score
-    no prompt never compiles the program that would.
+    """The step parts, each compiled when a step first calls it: an engine without requests that
+    score a prompt never compiles that program.
     """
 
     def _lower_scores(self, *arguments: Any) -> Any:
@@ -55,8 +55,8 @@ class PartsWhenUsed(StepParts):
 
 
 class ChoicesWhenUsed(Choices):
-    """The same programs, all of them compiled when one is first wanted: an engine whose requests
-    choose nothing behind a step never compiles a second sampler.
+    """The programs that choose tokens after a step, all compiled when one is first used: an engine
+    whose requests do not need them never compiles a second sampler.
     """
 
     def compile(self, *arguments: Any) -> None:
@@ -69,7 +69,7 @@ class ChoicesWhenUsed(Choices):
 
 
 class _Awaited(dict[Any, Any]):
-    """Empty; who asks for something has all compiled, and gets what `found` then finds."""
+    """An empty dict; looking up a key compiles everything, then returns `found(key)`."""
 
     def __init__(self, found: Callable[[Any], Any], compile_all: Callable[[], None]):
         super().__init__()
@@ -82,7 +82,7 @@ class _Awaited(dict[Any, Any]):
 
 
 class SamplersWhenUsed(SamplerParts):
-    """The same programs, each compiled when a row first asks for it, and once for all engines of a
+    """The sampler programs, each compiled when a row first needs it, and once for all engines of a
     process whose samplers have the same shapes.
     """
 
@@ -96,7 +96,7 @@ class SamplersWhenUsed(SamplerParts):
 
     @property
     def _kind(self) -> tuple[Hashable, ...]:
-        """All that the programs of so many rows depend on."""
+        """Key of everything, except the number of rows, that the programs depend on."""
         state = jax.tree.leaves((self._state.seat_tokens, self._state.seats))
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in state)
         hurried = jax.config.read("jax_disable_most_optimizations")
@@ -112,7 +112,7 @@ _SAMPLER_PROGRAMS: dict[Hashable, Compiled] = {}
 
 
 def await_use(programs: StepPrograms, _report: object) -> None:
-    """In place of compiling the programs of all steps. What is lowered late is not kept."""
+    """Replaces the function that compiles the programs of all steps; keeps no lowered programs."""
     programs.step = replace(programs.step, kept=None)
     programs.beside = replace(programs.beside, kept=None)
     programs.executables = ProgramsWhenUsed(programs)
@@ -126,7 +126,7 @@ def await_use(programs: StepPrograms, _report: object) -> None:
 
 @contextmanager
 def decoding_beside_prompts() -> Iterator[None]:
-    """Decode steps run in a bucket of steps with prompts, so that an engine needs one program."""
+    """Run decode steps in the buckets of mixed steps, so that an engine needs only one program."""
     choose = Buckets.choose
 
     def mixed(self: Buckets, **sizes: Any) -> Bucket:

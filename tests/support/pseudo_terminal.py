@@ -1,4 +1,4 @@
-"""A command on a pseudo-terminal, as a person at a keyboard has it."""
+"""A command on a pseudo-terminal, as if a person typed at a keyboard."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import Self
 
 _CODE = "import sys; from jitney.engine.cli import main; sys.exit(main())"
-#: Seconds; only a failing test takes so long.
+#: Most seconds to wait for a text; only a failing test takes as long.
 _PATIENCE_S = 120.0
 
 
 class PseudoTerminal:
-    """`jitney` with arguments. shown: all that it has written so far."""
+    """`jitney` with arguments. shown: all text that it has written so far."""
 
     def __init__(self, process: subprocess.Popen[bytes], master: int):
         self.process = process
@@ -52,7 +52,7 @@ class PseudoTerminal:
         os.write(self._master, keys.encode())
 
     def until(self, text: str) -> None:
-        """Wait until it has written this after what was waited for before."""
+        """Wait until the command has written this text after the last one that was waited for."""
         deadline = time.monotonic() + _PATIENCE_S
         while text not in self.shown[self._read_to :]:
             assert time.monotonic() < deadline, f"no {text!r} in {self.shown[self._read_to :]!r}"
@@ -67,12 +67,12 @@ class PseudoTerminal:
                 raise AssertionError(f"it ended: {self.shown!r}") from None
 
     def ended(self) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the command to end and return its exit status."""
         return self.process.wait(_PATIENCE_S)
 
 
 def _take_terminal(slave: int) -> None:
-    """Make the terminal that of the new session, so that Ctrl-C is a signal."""
+    """Make it the controlling terminal of the new session, so that Ctrl-C sends a signal."""
     import fcntl
     import termios
 

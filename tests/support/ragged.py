@@ -1,5 +1,5 @@
-"""Random ragged batches and what attention over them is by definition, in numpy; shared by the
-tests of all kernels.
+"""Random ragged batches, and attention over them by definition in numpy; shared by the tests of all
+kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUANTISED = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 @dataclass
 class Batch:
-    """A case's arrays (numpy, but for meta) and how many of its rows and sequences are real."""
+    """A case's arrays (numpy, except meta) and the numbers of its real rows and sequences."""
 
     q: Any
     k: Any
@@ -53,7 +53,7 @@ def make(case: Case, seed: int = 7) -> Batch:
         table[s, :used] = [next(free) for _ in range(used)]
         if (
             case.window
-        ):  # pages that no row sees any more belong to others: the table has the trash page there
+        ):  # pages outside all windows may belong to other sequences: the table has the trash page
             table[s, : max(0, length - count - case.window + 1) // case.page] = 0
         at = np.arange(length - count, length)
         positions[cu_q[s] : cu_q[s + 1]] = at
@@ -71,7 +71,7 @@ def make(case: Case, seed: int = 7) -> Batch:
     options: dict[str, Any] = {"scale": dim**-0.5, "window": case.window, "softcap": case.softcap}
     if case.value_dim:
         options["value_dim"] = case.value_dim
-    if case.sinks:  # of every second head more than all keys together, else less than one
+    if case.sinks:  # every second sink outweighs all keys together, the others no key
         own = 6 + rng.random(n_heads, np.float32)
         options["sinks"] = np.where(np.arange(n_heads) % 2, own, own - 9).astype(np.float32)
     if case.pool in QUANTISED:
@@ -96,7 +96,7 @@ def make(case: Case, seed: int = 7) -> Batch:
 
 
 def exact(new: np.ndarray, pool: str, scales: np.ndarray, which: int, n_kv: int) -> np.ndarray:
-    """new [T, K, D] moved to numbers that an fp8 pool holds exactly: Triton's interpreter rounds
+    """new [T, K, D] changed to numbers that an fp8 pool holds exactly: Triton's interpreter rounds
     7.99 to 4.
     """
     factors = np.broadcast_to(scales, (2 * n_kv,))[which::2, None]
@@ -107,7 +107,7 @@ def exact(new: np.ndarray, pool: str, scales: np.ndarray, which: int, n_kv: int)
 
 
 def written(batch: Batch) -> np.ndarray:
-    """The pool after the step's keys and values were put into it."""
+    """The pool after the step's keys and values are written."""
     kv, limit = batch.kv.reshape(-1, *batch.kv.shape[2:]).copy(), QUANTISED.get(batch.kv.dtype.name)
     new = batch.k
     if batch.v is not None:
@@ -127,7 +127,7 @@ def attention(batch: Batch, kv: np.ndarray) -> np.ndarray:
     """
     options = batch.options
     size_out = options.get("value_dim", 0)
-    if size_out:  # keys, and the same as values
+    if size_out:  # keys serve as values
         kv = np.repeat(kv, 2, axis=2)
     wide = kv.astype(np.float64)
     if "kv_scales" in options:
@@ -154,7 +154,7 @@ def attention(batch: Batch, kv: np.ndarray) -> np.ndarray:
 
 
 def visible(length: int, count: int, window: int) -> np.ndarray:
-    """bool [count, length]: which keys each of a sequence's last `count` rows sees."""
+    """bool [count, length]: whether each of a sequence's last `count` rows sees each key."""
     at, key_at = length - count + np.arange(count)[:, None], np.arange(length)[None]
     return (key_at <= at) & ((key_at > at - window) if window else True)
 

@@ -1,5 +1,5 @@
-"""The committed logits of tiny models, and the script that made them, whose random tensors the
-tests make again.
+"""The committed logits of tiny models, and the script that made them, which draws the same random
+tensors again for the tests.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import ml_dtypes
 import numpy as np
 from places import DATA as FOLDER
 from places import SUPPORT
-from safetensors.flax import save_file  # that of numpy does not know fp8
+from safetensors.flax import save_file  # the numpy version does not support fp8
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 DATA = json.loads((FOLDER / "reference_logits.json").read_text())
-#: Settings of an engine whose prompts are parted, and cross pages.
+#: Settings of an engine that cuts prompts into chunks, which cross pages.
 SMALL: dict[str, Any] = {
     "dtype": "float32",
     "max_seats": 4,
@@ -45,7 +45,7 @@ SCRIPT = load_script()
 
 
 def as_stored(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With those that have scales of blocks in fp8, times 64, as the script saves them."""
+    """The tensors as the script saves them: those with block scales in fp8, times 64."""
     in_fp8 = {name for name in tensors if f"{name}_scale_inv" in tensors}
     return {
         name: (64 * tensor).astype(ml_dtypes.float8_e4m3fn) if name in in_fp8 else tensor

@@ -1,4 +1,4 @@
-"""Random JSON schemas, of the keywords that docs/structured_output.md names."""
+"""Random JSON schemas with the keywords that docs/structured_output.md names."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def _inside(inner: SearchStrategy[dict[str, Any]]) -> SearchStrategy[dict[str, A
     return st.one_of(_objects(inner), _objects(inner), _arrays(inner), choices)
 
 
-#: Any of them; the outermost is an object, as clients have it.
+#: All schemas; the outermost is an object, as clients send it.
 SCHEMAS = _objects(st.recursive(_leaves(), _inside, max_leaves=6))

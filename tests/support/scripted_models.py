@@ -1,4 +1,4 @@
-"""Models by script, for tests of models made of models: no engine, no HTTP."""
+"""Scripted models, for tests of models composed of other models: no engine, no HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jitney.engine.fleet.request import ProxiedRequest
 
 @dataclass
 class Said:
-    """What a model says: words, each a token with this log-probability."""
+    """The answer of a model: words, each a token with this log-probability."""
 
     text: str = "yes"
     logprobs: Sequence[float] = (-0.1,)
@@ -26,19 +26,19 @@ class Said:
 
 @dataclass
 class ScriptedModel:
-    """says: what it answers, or raises, to a request."""
+    """A scripted model. says: returns the answer to a request, or raises."""
 
     says: Callable[[ProxiedRequest], Said | Exception]
     seats: int | None = None
     delay_s: float = 0.0
     asked: list[ProxiedRequest] = field(default_factory=list)
-    #: Questions that are being answered, now and at most.
+    #: Number of requests that are open, now and at most.
     open: int = 0
     most_open: int = 0
 
 
 class ScriptedModels:
-    """`Answering` by scripts."""
+    """`Answering` with scripted models."""
 
     def __init__(self, **models: ScriptedModel):
         self.models = models
@@ -49,7 +49,7 @@ class ScriptedModels:
 
     async def _answer(self, request: ProxiedRequest) -> ModelAnswer:
         model = self.models[request.model]
-        request.outgoing()  # raises where no time is left
+        request.outgoing()  # raises if no time is left
         model.asked.append(request)
         model.open += 1
         model.most_open = max(model.most_open, model.open)
@@ -73,7 +73,7 @@ class ScriptedModels:
 
 
 def always(text: str, *logprobs: float) -> ScriptedModel:
-    """A model that says the same to everybody."""
+    """A model that gives the same answer to every request."""
     return ScriptedModel(lambda request: Said(text, logprobs or (-0.1,)))
 
 
@@ -82,7 +82,7 @@ def fails(error: Exception) -> ScriptedModel:
 
 
 def answer_of(request: ProxiedRequest, said: Said) -> ModelAnswer:
-    """In the form of the request's route."""
+    """The answer in the format of the request's route."""
     n = request.fields.get("n") or 1
     make = _chat_choice if request.is_chat else _text_choice
     completion = n * len(said.logprobs)
@@ -123,13 +123,13 @@ def _text_choice(index: int, request: ProxiedRequest, said: Said) -> dict[str, A
 
 
 def chat(model: str, text: str = "hello", **fields: Any) -> ProxiedRequest:
-    """A chat of one message, to a model that may read documents beside it."""
+    """A chat request with one message, to a model that may also read documents."""
     body = {"messages": [{"role": "user", "content": text}]} | fields
     return accepted(ProxiedRequest.post(model, "/v1/chat/completions", body), {"documents"})
 
 
 def in_background(request: ProxiedRequest) -> ProxiedRequest:
-    """The same, as a line of a batch asks it."""
+    """The same request in the background, like a line of a batch."""
     return replace(request, headers=[(b"x-jitney-background", b"1")])
 
 
@@ -147,7 +147,7 @@ def ask_pipeline(
     *stages: dict[str, Any],
     folder: Path = Path(),
 ) -> list[Any]:
-    """The answers of a pipeline of these stages, one after another; of a stream its headers and
+    """The answers of a pipeline of these stages, one after another; for a stream its headers and
     chunks.
     """
 

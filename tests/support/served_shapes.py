@@ -1,4 +1,4 @@
-"""What a small engine asks of its kernels."""
+"""The shapes that a small engine serves with its kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jitney.kernels.proof_shapes import ServedShapes
 
 
 def shapes_served(model: Model, config: ModelConfig) -> ServedShapes:
-    """Of an engine of two seats with this model in float32; config: of one device."""
+    """The shapes of an engine with two seats and this model in float32; config: of one device."""
     buckets = Buckets.of(max_seats=2, token_budget=16)
     sizes = StateSizes(
         seats=2, n_pages=16, page_size=16, context_length=64, kv_dtype=jnp.dtype("float32")

@@ -1,4 +1,4 @@
-"""What an endpoint may do, by the names of its own fields and of those of [server]."""
+"""Server settings for tests, by the field names of the settings and of [server]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OWN = {field.name for field in fields(ServerSettings)} - {"server"}
 
 
 def server_settings(**given: Any) -> ServerSettings:
-    """The defaults but for these. Values are not checked: tests take smaller ones than servers."""
+    """The defaults with these values changed, which are not checked: tests use smaller values."""
     own = {name: value for name, value in given.items() if name in _OWN}
     section = {name: value for name, value in given.items() if name not in _OWN}
     unknown = section.keys() - ServerSection.model_fields.keys()

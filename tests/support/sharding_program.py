@@ -61,9 +61,9 @@ from jitney.kernels.reference import matmul_fp8
 from jitney.kernels.select import select
 
 ROWS = 64
-#: Those of the engine: quicker to compile, too.
+#: The engine's kernels, which also compile faster.
 KERNELS = select("cpu", "auto")
-#: Of an engine: few, since every process compiles them.
+#: Settings of an engine with few sizes, since every process compiles them.
 _FEW_SIZES: dict[str, Any] = {
     "dtype": "float32",
     "max_seats": 4,
@@ -73,7 +73,7 @@ _FEW_SIZES: dict[str, Any] = {
     "token_buckets": [32],
     "compilation_cache": "off",
 }
-#: What GPUs multiply fp8 by; XLA's products, which a CPU runs too.
+#: The fp8 products of GPUs: XLA's, which a CPU runs too.
 FP8 = Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)
 
 
@@ -87,11 +87,11 @@ def logits(
     groups: int = 1,
     columns: int = 0,
 ) -> np.ndarray:
-    """Logits of every row of one prompt, float32 [len(tokens), V], by the engine's own step on so
-    many devices.
+    """Logits of every row of one prompt, float32 [len(tokens), V], by the engine's own step on
+    `devices` devices.
 
-    kv_dtype: of quantised pools, whose factors the same prompt gives. groups: of experts.
-    scheme auto: as stored, if it is kept. columns: that the table of embeddings is to have.
+    kv_dtype: of quantised pools, whose scales come from the same prompt. groups: of experts.
+    scheme auto: the stored format, if the engine keeps it. columns: of the embedding table.
     """
     source = ModelSource.resolve(folder)
     config = source.config.in_groups(groups)
@@ -104,7 +104,7 @@ def logits(
         _calibrate(model, tokens, jnp.dtype(kv_dtype), mesh)
     kernels = KERNELS
     if scheme == "int8":
-        kernels = select("cpu", "reference")  # the others round a device's share of a row by itself
+        kernels = select("cpu", "reference")  # other kernels round each device's share separately
     if columns:
         assert mesh is not None
         model.pack_shares(replace(kernels, table_columns=columns), mesh)
@@ -147,11 +147,11 @@ def joined_logits(
     kv_dtype: str = "",
     groups: int = 1,
 ) -> np.ndarray:
-    """Logits of engines that share a mixture's experts, so many devices each, float32 [engines,
-    len(tokens), V]: each has a prompt of its own in the step, the first `counts` of the tokens; 0:
-    it takes part without a row.
+    """Logits of engines that share a mixture's experts, with `devices` devices each, float32
+    [engines, len(tokens), V]. Each engine has its own prompt in the step, the first `counts` of the
+    tokens; 0: it takes part without a row.
 
-    scheme, kv_dtype, groups: as of `logits`.
+    scheme, kv_dtype, groups: as in `logits`.
     """
     source = ModelSource.resolve(folder)
     mesh = make_mesh(jax.devices()[: engines * devices], engines)
@@ -194,8 +194,8 @@ def joined_logits(
 
 
 def proved_shapes(family: str, devices: int, groups: int, engines: int = 1) -> np.ndarray:
-    """What a split model's engine asks of its kernels, in words: told by its arrays, and told
-    without them. devices: of each engine.
+    """Representations of the served shapes of a sharded model's engine: derived from its arrays,
+    and derived without them. devices: of each engine.
     """
     source = ModelSource.resolve(f"tiny-random:{family}")
     whole = source.config.in_groups(groups, engines)
@@ -209,7 +209,7 @@ def proved_shapes(family: str, devices: int, groups: int, engines: int = 1) -> n
 
 def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
     """The upload of a step with one prompt in pages 1, 2, ..., and logits of all its rows; without
-    a token, of one without a row.
+    tokens, of a step without rows.
     """
     n, packed = len(tokens), np.zeros(layout.size, np.int32)
     out = layout.split(packed)
@@ -222,11 +222,11 @@ def one_prompt(layout: Any, tokens: list[int]) -> np.ndarray:
 
 
 def served(family: str, devices: int, ahead: bool = False) -> dict[str, np.ndarray]:
-    """What one engine of a family's tiny random model with 8 query heads answers.
+    """Answers of one engine with a family's tiny random model with 8 query heads.
 
-    ahead: all programs are compiled before the first request; else one serves all steps. text: see
-    `generated`. tokens: six prompts, greedily, by chance, and held to a grammar, int [18, 12].
-    compiles: since it started.
+    ahead: compile all programs before the first request; else one program serves all steps. Results
+    are text: see `generated`; tokens: of six prompts, greedy, sampled, and under a grammar, int
+    [18, 12]; compiles: number of compilations since the engine started.
     """
     kept: list[LLM] = []
 
@@ -257,7 +257,7 @@ def served(family: str, devices: int, ahead: bool = False) -> dict[str, np.ndarr
 
 
 def served_at_once(family: str, devices: int) -> dict[str, np.ndarray]:
-    """As `served`, by kernels that multiply all blocks of a mixture at once."""
+    """Like `served`, with kernels that multiply all blocks of a mixture at once."""
     calls = []
 
     def counted(*args: Any) -> jax.Array:
@@ -311,9 +311,9 @@ def drafted(
     model: str = "tiny-random",
     prompts: list[list[int]] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Greedy tokens of two prompts, and how many rows read right drafts and wrong ones."""
+    """Greedy tokens of two prompts, and the numbers of right and wrong drafts."""
     drafting: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
-    # Drafts stand in decode steps, which therefore have their own program.
+    # Drafts are in decode steps, which therefore need their own program.
     with many_heads(), mock.patch.object(StepPrograms, "_compile_all", await_use):
         llm = LLM(model, tensor_parallel=devices, **_FEW_SIZES, **drafting)
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -327,11 +327,11 @@ def drafted(
 
 
 def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
-    """What an engine that rounds rows to fp8 for fp8 weights answers to six prompts, greedily.
+    """Greedy answers to six prompts of an engine that rounds rows to fp8 for fp8 weights.
 
-    shares: in how many parts one device rounds the rows of products that several would sum, each
-    part by itself; 1 where there are several devices. tokens: int32 [6, 12]. calls: products of fp8
-    with fp8 that were traced.
+    shares: number of parts in which one device rounds the rows of products that several devices
+    would sum, each part separately; 1 for several devices. Results are tokens: int32 [6, 12];
+    calls: number of traced products of fp8 with fp8.
     """
     calls = []
 
@@ -354,7 +354,7 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
         stack.enter_context(many_heads())
         stack.enter_context(mock.patch.object(setup, "select", lambda *_: kernels))
         stack.enter_context(few_programs())
-        if shares > 1:  # another product than the proof knows
+        if shares > 1:  # the proof does not support this product
             stack.enter_context(
                 mock.patch.object(build, "proven", lambda kernels, *_, **__: (kernels, []))
             )
@@ -374,10 +374,10 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
 
 
 def fp8_product(devices: int, by_inputs: bool) -> dict[str, np.ndarray]:
-    """One matrix over so many devices, as a layer's: x and w, and y by rows in fp8, float32.
+    """A layer's matrix on `devices` devices: x and w, and the product y with rows in fp8, float32.
 
-    The inputs of one device are a thousand times as large as those of the next. by_inputs: of each
-    device other inputs, else other outputs.
+    The inputs of one device are a thousand times as large as those of the next. by_inputs: devices
+    split the inputs, else the outputs.
     """
     mesh = make_mesh(jax.devices()[:devices])
     rng = np.random.default_rng(devices)
@@ -417,7 +417,7 @@ def fp8_product(devices: int, by_inputs: bool) -> dict[str, np.ndarray]:
 
 
 def generated(family: str, devices: int, groups: int = 1) -> np.ndarray:
-    """The characters that `jitney generate` prints for three prompts, drawn by chance: int32; of a
+    """The characters that `jitney generate` prints for three prompts, sampled, as int32, with a
     family's tiny random model with 8 query heads. groups: of experts.
     """
     flags = (
@@ -436,7 +436,7 @@ def generated(family: str, devices: int, groups: int = 1) -> np.ndarray:
 
 @contextlib.contextmanager
 def few_programs() -> Iterator[None]:
-    """Engines compile one program for all steps, and its samplers when a row first needs them."""
+    """Make engines compile one program for all steps, and samplers when a row first needs them."""
     with (
         mock.patch.object(StepPrograms, "_compile_all", await_use),
         decoding_beside_prompts(),
@@ -446,7 +446,7 @@ def few_programs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def many_heads() -> Iterator[None]:
-    """Tiny models with enough query heads for eight devices."""
+    """Make tiny models with enough query heads for eight devices."""
     before = families.tiny.SMALLEST
     families.tiny.SMALLEST = replace(before, n_heads=8)
     try:
@@ -463,9 +463,10 @@ def program(
     groups: int = 1,
     engines: int = 1,
 ) -> np.ndarray:
-    """Of a step compiled from shapes alone: all-reduces, all-gathers, widest all-gather (elements),
-    bytes of a device's pools, and of what is aliased, and reduce-scatters. groups: of experts.
-    devices: of each engine."""
+    """Facts of a step compiled from shapes alone: all-reduces, all-gathers, widest all-gather
+    (elements), bytes of a device's pools and of aliased arrays, reduce-scatters. groups: of
+    experts. devices: of each engine.
+    """
     config = tiny_config(family).in_groups(groups, engines)
     mesh = make_mesh(jax.devices()[: engines * devices], engines)
     sizes = StateSizes(seats=4, n_pages=16, page_size=16, context_length=256, kv_dtype=jnp.float32)
@@ -507,7 +508,7 @@ FUNCTIONS = {
 
 
 def named(name: str, found: Any) -> dict[str, np.ndarray]:
-    """One array, or several by their names behind that of the job."""
+    """The results of a job by name: one array, or several with the job's name as a prefix."""
     if isinstance(found, dict):
         return {f"{name} {part}": array for part, array in found.items()}
     return {name: found}

@@ -1,5 +1,5 @@
-"""Engines of a rollout simulated in leaps: the requests of each share its speed, which falls with
-their number. What becomes of them is told to a `Rollout` as an ingress would.
+"""Event simulation of a rollout's engines: the requests of an engine share its speed, which falls
+with their number. A `Rollout` gets their outcomes as from an ingress.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from jitney.engine.fleet.rollout.comparison import (
 )
 from jitney.engine.fleet.rollout.rollout import KeyPlace, Rollout
 
-#: Of a step: seconds, and seconds more for each request that is in it.
+#: Seconds of a step, and additional seconds for each request in it.
 _STEP_S, _ROW_S = 0.02, 0.004
-#: Steps of a prompt, and tokens of an answer, on average; and how much a request's speed differs
-#: from the others' (standard deviation of the logarithm).
+#: Mean steps of a prompt and mean tokens of an answer; spread of the requests' speeds (standard
+#: deviation of the logarithm).
 _PROMPT_STEPS, _TOKENS, _SPREAD = 2.0, 60.0, 0.2
 _KEYS = 640
 
 
 @dataclass(eq=False)
 class _Request:
-    """One that is at an engine. Places are of `_Engine.steps`."""
+    """A request at an engine. Its times are values of `_Engine.steps`."""
 
     place: KeyPlace
     tokens: int
     arrived: float
-    #: Where its answer begins, and where it ends.
+    #: `_Engine.steps` at the start and at the end of its answer.
     first_at: float
     end_at: float
     share: EngineShare
@@ -46,14 +46,14 @@ class _Request:
 
 @dataclass
 class _Engine:
-    """slower: how many times as long a step takes as elsewhere."""
+    """An engine. slower: factor by which its steps take longer than usual."""
 
     slower: float
     replica: Replica = field(default_factory=lambda: Replica("engine"))
     now: float = 0.0
-    #: That every request has had which was always there.
+    #: Steps done since the start.
     steps: float = 0.0
-    #: (where the next thing happens, number, request).
+    #: Heap of (value of `steps` at the request's next event, number, request).
     events: list[tuple[float, int, _Request]] = field(default_factory=list)
     n: int = 0
 
@@ -65,7 +65,7 @@ class _Engine:
         return self.slower * (_STEP_S + _ROW_S * self.replica.open)
 
     def until(self, time: float) -> Iterator[tuple[KeyPlace, RequestOutcome]]:
-        """Go on to then; gives what ends meanwhile."""
+        """Advance to `time`; yields the requests that end before, with their outcomes."""
         while self.events:
             at, _, request = self.events[0]
             arrives = self.now + (at - self.steps) * self.step_s
@@ -91,7 +91,7 @@ class _Engine:
         self.now = time
 
     def add(self, place: KeyPlace, prompt: float, tokens: int, pace: float) -> None:
-        """A request comes now. pace: how many times the usual steps it takes."""
+        """Add a request now. pace: factor of the usual number of steps."""
         share = self.replica.begin()
         first_at = self.steps + pace * prompt
         request = _Request(place, tokens, self.now, first_at, first_at + pace * tokens, share)
@@ -105,8 +105,8 @@ class _Engine:
 def requests_of(
     seed: int, requests: int, per_s: float, share: float, slower: Mapping[ArmName, float]
 ) -> Iterator[tuple[KeyPlace, RequestOutcome]]:
-    """What becomes of so many requests, one engine an arm. per_s: requests a second of both; share:
-    of the keys, that the candidate gets.
+    """The outcomes of `requests` requests, with one engine per arm. per_s: requests a second over
+    both arms; share: of the keys, for the candidate.
     """
     draw = np.random.default_rng(seed)
     engines = {arm: _Engine(slower[arm]) for arm in ARMS}
@@ -129,8 +129,8 @@ def requests_of(
 
 
 def run_rollout(rollout: Rollout, outcomes: Iterator[tuple[KeyPlace, RequestOutcome]]) -> set[str]:
-    """Let it see all of them until it is decided, with a look after each hundred. Returns every
-    verdict that was ever given.
+    """Give the outcomes to the rollout until it is decided, with a review after each hundred.
+    Returns all verdicts.
     """
     verdicts: set[str] = set()
     for number, (place, outcome) in enumerate(outcomes, 1):

@@ -1,4 +1,4 @@
-"""Compiling for a card that is not there, with what was measured on one."""
+"""Compiler options for a GPU that is not there, from data measured on such a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jitney.engine.core.executor.autotuning import _SHIPPED, RESULTS
 
 
 def shipped_options(word: str, capability: str, shipped: Path = _SHIPPED) -> dict[str, str]:
-    """What tells XLA to compile with what was shipped for a card, without the card: options of the
-    compiler, none if nothing was shipped. word: in the card's name, "h100".
+    """Compiler options that make XLA use the data shipped for a card, without the card; empty if no
+    data is shipped. word: part of the card's name, "h100".
     """
     release = re.escape(version("jaxlib"))
     pattern = re.compile(rf"(.*-)?{word}-(.*-)?{re.escape(capability)}-jaxlib-{release}")

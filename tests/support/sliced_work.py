@@ -1,4 +1,4 @@
-"""Work that is made in slices, run in one go."""
+"""Runs sliced work to its end at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jitney.engine.server.http.slices import Work
 
 
 def at_once[T](work: Work[T]) -> T:
-    """Run `work` to its end, where nobody is kept waiting."""
+    """Run `work` to its end, if no other work waits, and return its result."""
     while True:
         try:
             next(work)

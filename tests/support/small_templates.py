@@ -1,5 +1,5 @@
-"""Small chat templates with the habits of well-known models' templates, which refuse or leave out
-what others take.
+"""Small chat templates with peculiarities of well-known models' templates, which refuse or leave
+out inputs that other templates accept.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _ALTERNATE = """\
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}\
 {% endif %}"""
 
-#: Neither system nor two messages of one role, and texts are trimmed.
+#: Refuses system messages and two successive messages of one role; trims texts.
 _GEMMA_2 = (
     _ALTERNATE
     + """<turn>{{ 'model' if m.role == 'assistant' else m.role }}
@@ -19,7 +19,7 @@ _GEMMA_2 = (
 {% endif %}"""
 )
 
-#: The same without trimming or a generation prompt.
+#: Like _GEMMA_2, without trimming or a generation prompt.
 _MIXTRAL = (
     _ALTERNATE
     + """\
@@ -59,16 +59,16 @@ def _mistral(head: str, empty: str) -> str:
     return text.replace("RESULT_ID", _SHORT_IDS.replace("ID", "m.tool_call_id"))
 
 
-#: Ids of nine characters, a system text only before a user's text at the end, no text beside calls,
-#: no user after a result.
+#: Requires call ids of nine characters; accepts a system text only before a user's text at the end,
+#: no text beside calls, no user message after a result.
 _NEMO = _mistral(_SPLIT_SYSTEM, "")
-#: The system text at the beginning; an assistant that says nothing is refused.
+#: Puts the system text at the beginning; refuses an assistant message without text.
 _MISTRAL_SMALL = _mistral(
     _SPLIT_SYSTEM + "[SYSTEM_PROMPT]{{ system }}[/SYSTEM_PROMPT]{% set system = '' %}",
     "{%- if not m.content %}{{ raise_exception('say something') }}{% endif %}",
 )
 
-#: One call in a message, no text beside it, tools in the first message after the system's.
+#: Accepts one call per message, without text; puts tools in the first message after the system's.
 _LLAMA_3 = """\
 {%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
 {%- set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif -%}
@@ -85,7 +85,7 @@ _LLAMA_3 = """\
 {%- else %}<h>{{ m.role }}</h>{{ m.content | trim }}<eot>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<h>assistant</h>{% endif %}"""
 
-#: Walks over the arguments.
+#: Iterates over a call's arguments.
 _QWEN_CODER = """\
 {%- if messages[0].role == 'system' %}<im>system
 {{ messages[0].content }}</im>
@@ -102,7 +102,7 @@ _QWEN_CODER = """\
 {%- if add_generation_prompt %}<im>assistant
 {% endif %}"""
 
-#: Tools must be there, if only as an empty list, and have descriptions.
+#: Requires tools, if only an empty list, with descriptions.
 _HERMES = """\
 {%- for tool in tools %}{{ tool.function.name + ': ' + tool.function.description }}
 {%- for name, field in tool.function.parameters.properties | items %}
@@ -116,8 +116,8 @@ _HERMES = """\
 {% endfor %}{% if add_generation_prompt %}<im>assistant
 {% endif %}"""
 
-#: The last system text alone, at the beginning; calls only beside null, arguments as text, no
-#: tools.
+#: Keeps only the last system text, at the beginning; accepts calls only beside null content, with
+#: arguments as text; ignores tools.
 _R1_DISTILL = """\
 {%- set ns = namespace(system='') %}
 {%- for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}
@@ -133,7 +133,7 @@ _R1_DISTILL = """\
 {%- if add_generation_prompt %}<A><think>
 {% endif %}"""
 
-#: All system texts at the beginning; an empty text beside calls makes a turn of its own.
+#: Puts all system texts at the beginning; renders an empty text beside calls as a separate turn.
 _DEEPSEEK = """\
 {%- set ns = namespace(system='') %}
 {%- for m in messages %}{% if m.role == 'system' %}
@@ -150,8 +150,8 @@ _DEEPSEEK = """\
 {%- endfor %}<end>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<A>{% endif %}"""
 
-#: Text beside calls only until there is a final answer, one call in a message, a result only after
-#: a call, no system text but the first.
+#: Keeps text beside calls only until a final answer; accepts one call per message, a result only
+#: after a call, and only the first system text.
 _GPT_OSS = """\
 {%- if messages[0].role == 'system' %}{% set loop_messages = messages[1:] %}
 {%- else %}{% set loop_messages = messages %}{% endif -%}
@@ -177,14 +177,14 @@ _GPT_OSS = """\
 {%- elif m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
-#: No tools, and calls that vanish.
+#: Ignores tools and calls.
 _PHI = """\
 {%- for m in messages %}<|{{ m.role }}|>
 {{ m.content }}<|end|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
 
-#: Refuses a conversation without a question, and a system text that is not the first message.
+#: Refuses a conversation without a user message, and a system text that is not the first message.
 _QWEN_LATER = """\
 {%- set ns = namespace(asked=false) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.asked = true %}{% endif %}{% endfor %}
@@ -198,7 +198,7 @@ _QWEN_LATER = """\
 {% endfor %}{% if add_generation_prompt %}<im>assistant
 {% endif %}"""
 
-#: Names of calls, and nothing of their arguments.
+#: Renders names of calls without their arguments.
 _NAMES_ONLY = """\
 {%- if tools %}{{ tools | tojson }}{% endif %}
 {%- for m in messages %}{{ m.role }}: {{ m.content }}

@@ -1,4 +1,4 @@
-"""Arrays as large as a device's, of which only the pages that are touched take memory."""
+"""Arrays as large as on a device, of which only the touched memory pages use memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-#: Elements from which a 32-bit index fails.
+#: Least number of elements for which a 32-bit index overflows.
 TOO_MANY = 1 << 31
-#: Linux's number, for Pythons that do not name it: nothing is set aside for the array.
+#: Linux's flag to reserve no memory for the array, for Python versions without the constant.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def sparse(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros."""
+    """An array of zeros that uses memory only for touched pages."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Step-time tables made up for tests."""
+"""Artificial step-time tables for tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from jitney.engine.lab.simulation.step_table import Curve, StepTable
 
 
 def constant_table(seconds: float) -> StepTable:
-    """Every step takes the same time and the host takes none."""
+    """A table in which every step takes the same time, and the host takes none."""
     curves = [Curve(1, 1, seconds), Curve(2, 1, seconds)]
     return StepTable(curves, source=f"{seconds:g} s for every step")

@@ -1,4 +1,4 @@
-"""Trace files as other tools write them."""
+"""Trace files in the format of other tools."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from jitney.engine.common.trace import Arrival, TraceLine
 
 
 def write_trace(path: Path, arrivals: Iterable[Arrival]) -> None:
-    """One JSON object a line."""
+    """Write the arrivals, one JSON object a line."""
     lines = [TraceLine(**msgspec.structs.asdict(arrival)) for arrival in arrivals]
     path.write_bytes(msgspec.json.Encoder().encode_lines(lines))

@@ -1,5 +1,5 @@
-"""Every Triton kernel and option on random ragged batches against numpy; run as a program, in the
-interpreter.
+"""Checks every Triton kernel and option on random ragged batches against numpy; run as a program,
+in the interpreter.
 
 Prints one JSON object: case -> what `test_triton_interpreted.py` asserts about it.
 """
@@ -50,19 +50,19 @@ from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 
 KERNELS = TritonKernels(Interpreted())
 OLDER = TritonKernels(Interpreted(sm=89))  # a GPU on which XLA does not widen fp8 inside a product
-OLDEST = TritonKernels(Interpreted(sm=80))  # a GPU that knows no fp8
+OLDEST = TritonKernels(Interpreted(sm=80))  # a GPU without fp8
 SHORT = Case((8, 2, 64), (5, 20), ((30, 10),), rows=16, seqs=4)
 
 
 def attend(batch: Batch, kernels: Any = KERNELS) -> tuple[np.ndarray, np.ndarray]:
-    """(o, pool after) of the whole operation in one jitted program."""
+    """(o, pool after the step) of the whole operation in one jitted program."""
     step = jax.jit(lambda *args: kernels.paged_attention(*args, **batch.options))
     o, kv = step(batch.q, batch.k, batch.v, batch.kv, batch.meta)
     return np.asarray(o), np.asarray(kv)
 
 
 def prompts_by_plan(q: jax.Array, kv: jax.Array, meta: AttentionMeta, **options: Any) -> jax.Array:
-    """What FlashInfer would make of its plan, in place of our kernel for prompts."""
+    """Prompt attention by FlashInfer's plan, computed in numpy, instead of our prompt kernel."""
     plan = _hopper_plan(meta, *q.shape, processors=5)
 
     def call(workspace: Any, lists: Any, q: Any, kv: Any) -> np.ndarray:
@@ -75,9 +75,7 @@ def prompts_by_plan(q: jax.Array, kv: jax.Array, meta: AttentionMeta, **options:
 
 
 def check_attention(case: Case, kernels: TritonKernels = KERNELS) -> dict[str, Any]:
-    """Greatest error over real rows; whether the pool holds what it should; whether padding rows
-    are zero.
-    """
+    """Greatest error over real rows; whether the pool is right; whether padding rows are zero."""
     batch = make(case)
     o, kv = attend(batch, kernels)
     expected = written(batch)
@@ -95,7 +93,7 @@ def rows_of(batch: Batch, seq: int) -> slice:
 
 
 def alone_and_in_a_crowd() -> dict[str, Any]:
-    """Each sequence of a mixed batch, by itself in another bucket, gives the same bits."""
+    """Whether each sequence of a mixed batch gives the same bits alone in another bucket."""
     crowd = make(replace(_MIXED, decode=(600, 5, 300), pages=64))
     together, kv = attend(crowd)
     same = []
@@ -109,7 +107,7 @@ def alone_and_in_a_crowd() -> dict[str, Any]:
             write_rows=crowd.meta.write_rows[rows],
             counts=jnp.array([n_decode, 1, count], jnp.int32),
         )
-        pad = 0 if n_decode else 3  # a bucket of as many rows as sequences is one of decode only
+        pad = 0 if n_decode else 3  # a bucket with as many rows as sequences is decode-only
         meta = meta._replace(
             write_rows=jnp.pad(meta.write_rows, (0, pad), constant_values=kv.shape[0] * kv.shape[1])
         )
@@ -120,10 +118,10 @@ def alone_and_in_a_crowd() -> dict[str, Any]:
 
 
 def in_chunks() -> dict[str, Any]:
-    """A prompt of 100 rows in one step and in chunks of 35, 1, 30 and 34: greatest difference of a
-    row.
+    """Greatest difference of a row between a prompt of 100 rows in one step and in chunks of 35, 1,
+    30 and 34.
 
-    numpy's products depend in the last bit on where in the tile a row lies, those of a GPU do not.
+    The last bit of numpy's products depends on a row's position in the tile, unlike on a GPU.
     """
     whole = make(Case((8, 2, 64), (), ((100, 100),), seqs=2, pages=8))
     expected, _ = attend(whole)
@@ -146,7 +144,7 @@ def in_chunks() -> dict[str, Any]:
 
 
 def check_rotation(case: Case, normed: bool) -> dict[str, Any]:
-    """Norm, rotation and write in one kernel against the reference's three."""
+    """Compare norm, rotation and write in one kernel with the reference's three."""
     batch = make(case)
     rng = np.random.default_rng(1)
     angles = rng.uniform(0, 7, (len(batch.q), 1, batch.q.shape[2] // 2)).astype(np.float32)
@@ -200,7 +198,7 @@ def check_int4(
 
 
 def check_gated_int4(rows: int, inner: int, dtype: str = "float32") -> dict[str, Any]:
-    """As `check_int4`, of a product that is gated at once, with zero points."""
+    """Like `check_int4`, for the gated product in one kernel, with zero points."""
     rng = np.random.default_rng(5)
     nibbles = rng.integers(0, 16, (256, 2 * inner))
     scales = rng.uniform(0.5, 2.0, (4, 2 * inner)).astype(np.float32) / 64
@@ -232,9 +230,9 @@ def check_fp8(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]
 
 
 def check_rounding(rows: int, size: int, dtype: str = "float32") -> dict[str, Any]:
-    """Share of codes and units that are not numpy's to the last bit; units of rows with a number
-    that is not finite are NaN. Codes are compared of numbers that need no rounding: the
-    interpreter's is wrong where the exponent grows.
+    """Share of codes and scales that differ from numpy's in any bit; scales of rows with a
+    non-finite number are NaN. Codes are compared only for numbers that need no rounding: the
+    interpreter rounds wrongly if the exponent grows.
     """
     rng = np.random.default_rng(5)
     whole = rng.choice(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), (rows, size))
@@ -256,8 +254,8 @@ def check_rounding(rows: int, size: int, dtype: str = "float32") -> dict[str, An
 
 
 def check_experts(case: ExpertCase, kernels: TritonKernels = KERNELS) -> dict[str, Any]:
-    """Greatest error of the answers, in spreads of their rows, against numpy; how many places of
-    nobody were written.
+    """Greatest error of the outputs against numpy, in standard deviations of their rows; number of
+    padding places that were written.
     """
     given = make_experts(case)
     find = jax.jit(kernels.experts, static_argnums=4)
@@ -274,8 +272,8 @@ def check_experts(case: ExpertCase, kernels: TritonKernels = KERNELS) -> dict[st
 def check_routing(
     mixture: ExpertsConfig, rows: int, count: int, *, columns: int = 0, ties: bool = False
 ) -> dict[str, Any]:
-    """Error of the shares, infinite where a row stands elsewhere than numpy says. columns: more
-    than there are experts, which nobody reads. ties: many experts have the same number.
+    """Error of the shares; infinite if a row's place differs from numpy's. columns: additional
+    router outputs, which are not read. ties: many experts have the same number.
     """
     rng = np.random.default_rng(rows)
     numbers = rng.normal(size=(rows, mixture.n_experts + columns)).astype(np.float32)
@@ -287,7 +285,7 @@ def check_routing(
 
 
 def check_no_numbers() -> dict[str, Any]:
-    """Rows with a number that is none get shares that are none; the others get theirs."""
+    """Whether rows with a NaN get shares that are NaN, and other rows get theirs."""
     none = []
     for scoring in ("softmax", "sigmoid"):
         mixture = ExpertsConfig(20, 3, renormalised=True, scoring=scoring)
@@ -299,8 +297,8 @@ def check_no_numbers() -> dict[str, Any]:
 
 
 def experts_alone() -> dict[str, Any]:
-    """Rows give the same bits in blocks of their own, at their place of a block: numpy's products
-    depend in the last bit on where in the tile a row lies, those of a GPU do not.
+    """Whether rows give the same bits in separate blocks, at the same place of a block: the last
+    bit of numpy's products depends on a row's position in the tile, unlike on a GPU.
     """
     case = ExpertCase(rows=40)
     given = make_experts(case)
@@ -329,8 +327,8 @@ def spread_rows(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
 
 
 def odd_rows(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Rows of one value, of two, banned but for five entries, of one entry, close to their best,
-    beyond where masses end, and one that is not finite.
+    """Rows with one value; with two; with all but five entries banned; with one entry; with entries
+    close to the best one; with entries too small to have mass; and with a non-finite number.
     """
     scaled = rng.standard_normal((rows, vocab)).astype(np.float32)
     scaled[0::7] = 1.5
@@ -349,8 +347,8 @@ def check_threshold(
     vocab: int,
     most: int = top_k_top_p._LISTED,
 ) -> dict[str, Any]:
-    """Rows whose cut is not the one that sorting finds; most passes over a row that has one limit,
-    and both. most: entries that a list holds.
+    """Rows whose cut differs from the one found by sorting; most passes over a row with one limit,
+    and with both. most: entries that a list holds.
     """
     rng = np.random.default_rng(5)
     scaled = make(rng, rows, vocab)
@@ -379,8 +377,8 @@ def check_threshold(
 
 
 def cut_by_sorting(row: np.ndarray, k: int, p: float) -> float:
-    """The smallest kept entry of a row, -inf where none need be told apart; masses are whole
-    numbers of 2**-33.
+    """The smallest kept entry of a row, -inf if all are kept; masses are integer multiples of
+    2**-33.
     """
     best = np.sort(row)[::-1]
     last = best[k - 1] if 0 < k < len(row) else -np.inf
@@ -392,8 +390,8 @@ def cut_by_sorting(row: np.ndarray, k: int, p: float) -> float:
 
 
 def whole_model() -> dict[str, Any]:
-    """Logits of a small Llama over a mixed step, and over the decode step after it, against the
-    reference kernels; also with the attention that rotates and writes nothing.
+    """Compare logits of a small Llama with the reference kernels, in a mixed step and the decode
+    step after it; also with attention that does not rotate and write.
     """
     from jitney.engine.core.models.hidden import Hidden
     from jitney.engine.core.models.registry import random_model
@@ -418,11 +416,11 @@ def whole_model() -> dict[str, Any]:
     fused = replace(plain, rotate_and_write=KERNELS.rotate_and_write, attend=KERNELS.attend)
     unfused = replace(plain, paged_attention=KERNELS.paged_attention)
     for kernels in (unfused, fused, plain):
-        # Few rows: the interpreter rotates each head of each by itself.
+        # Few rows, since the interpreter rotates each head of each row separately.
         batch = make(Case((6, 2, 16), (40,), ((9, 9), (35, 8)), rows=24, seqs=4, pages=8))
         pools = [jnp.zeros(batch.kv.shape, "int8")] * 2
         tokens = jnp.arange(24, dtype=jnp.int32)
-        # In one program: by itself each small operation would be compiled for each shape.
+        # In one program: otherwise each small operation would be compiled for each shape.
         forward = jax.jit(functools.partial(model, kernels=kernels))
         hidden, pools = forward(tokens, pools, batch.meta)
         decode = batch.meta._replace(
@@ -445,8 +443,8 @@ def whole_model() -> dict[str, Any]:
 
 
 def sampled_tokens() -> dict[str, Any]:
-    """Rows that draw another token when the kernel finds top-k and top-p instead of the sampler's
-    own search.
+    """Rows that draw another token if the kernel computes the top-k and top-p cut instead of the
+    sampler's own search.
     """
     from jitney.engine.common.requests import SamplingParams
     from jitney.engine.core.executor.inputs import SAMPLING
@@ -475,7 +473,7 @@ def sampled_tokens() -> dict[str, Any]:
     return {"other": int((found[0] != found[1]).sum()), "distinct": len(set(found[1].tolist()))}
 
 
-#: Cases of the tables that other cases contain: a bench alone runs them.
+#: Cases of the tables that other cases cover: only a bench runs them.
 CONTAINED = {
     *("window in decode", "sinks in decode", "window, softcap in decode", "window in mixed"),
     *("group of three", "head dim 96", "int8 pool", "latents in decode"),

@@ -1,8 +1,7 @@
 """Runs Triton kernels on the CPU in Triton's interpreter, from jitted JAX code and without torch.
 
-Import it first, in a process of its own: kernels are made for the interpreter or for a GPU when
-they are decorated. The interpreter computes bfloat16 products wrongly and in silence: use float32
-and float16.
+Import it first, in a separate process: kernels are made for the interpreter or for a GPU when they
+are decorated. The interpreter silently computes wrong bfloat16 products: use float32 and float16.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import jax
 import numpy as np
 from triton.runtime.interpreter import InterpretedFunction, InterpreterOptions, interpreter_builder
 
-# Sums of whole numbers are computed a second time, wider, for an assertion that is never made: a
-# quarter of all time. That they do not overflow is what `triton_sizes` asks.
+# The interpreter would compute integer sums a second time in a wider type, for an assertion that it
+# never makes: a quarter of all time. `triton_sizes` checks for overflow.
 interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
 _call_and_look = InterpretedFunction.__call__
-#: Modules of Triton's own functions that one was called of.
+#: Modules whose Triton functions were called and are prepared for the interpreter.
 _looked_through: set[str] = set()
 
 
 def _call_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A jitted function called by another. The launch has put the interpreter's functions in the
-    place of those that ours see, and the first such call of those that Triton's own see, for good;
-    to look for more at each call would take a third of all time.
+    """Call a jitted function from another. The launch replaces the functions in our kernels'
+    modules by the interpreter's; the first call into a module of Triton replaces those there, for
+    good. Searching for more at each call would take a third of all time.
     """
     module = self.fn.__module__
     if module.startswith("triton.") and module not in _looked_through:
@@ -43,7 +42,7 @@ InterpretedFunction.__call__ = _call_inside
 
 @dataclass(frozen=True)
 class TypeName:
-    """A dtype as the interpreter asks for it: by the name torch gives it."""
+    """A dtype as the interpreter reads it: by its name in torch."""
 
     name: str
 
@@ -68,8 +67,8 @@ class Storage:
 
 
 class Tensor:
-    """As much of a torch tensor as Triton's interpreter touches, around a contiguous numpy
-    array.
+    """The part of torch's tensor interface that Triton's interpreter uses, around a contiguous
+    numpy array.
     """
 
     device = "cpu"
@@ -104,7 +103,7 @@ class Tensor:
 @dataclass(frozen=True)
 class Interpreted:
     """A `jitney.kernels.triton_gpu.launch.Launch` that interprets; memory that a kernel must fill
-    starts as rubbish.
+    starts with garbage.
     """
 
     sm: int = 90
@@ -140,5 +139,5 @@ class Interpreted:
 
 
 def rubbish(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Uninitialised memory at its worst: NaN, or -1 where there is none."""
+    """An array like the worst uninitialised memory: NaN, or -1 for dtypes without NaN."""
     return np.full(leaf.shape, np.nan if np.issubdtype(leaf.dtype, np.floating) else -1, leaf.dtype)

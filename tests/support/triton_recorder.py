@@ -1,5 +1,5 @@
-"""Compiles Triton kernels for GPUs that are not there, exactly as the engine's wrappers call
-them.
+"""Compiles Triton kernels for GPUs that are not on this machine, exactly as the engine's wrappers
+call them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Call:
-    """One launch: the kernel, its pointers' types, its constants, and how it is to be compiled."""
+    """One launch: the kernel, its pointers' types, its constants, and its compile options."""
 
     kernel: Any
     types: tuple[str, ...]
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiler made of a call."""
+    """The compiled program of a call, and the resources that it uses."""
 
     name: str
     registers: int
@@ -62,9 +62,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Recorder:
-    """A `jitney.kernels.triton_gpu.launch.Launch` that runs nothing and keeps what it was asked
-    for.
-    """
+    """A `jitney.kernels.triton_gpu.launch.Launch` that runs nothing and records its calls."""
 
     sm: int
     calls: list[Call] = field(default_factory=list, compare=False)
@@ -86,14 +84,14 @@ class Recorder:
 
 
 def record(sm: int, use: Callable[[Any], Any]) -> list[Call]:
-    """The launches that tracing use(launch) makes."""
+    """The launches made while tracing use(launch)."""
     recorder = Recorder(sm)
     jax.eval_shape(lambda: use(recorder))
     return recorder.calls
 
 
 def compile_call(call: Call, sm: int) -> Resources:
-    """Compile one call for compute capability `sm`; raises what Triton raises."""
+    """Compile one call for compute capability `sm`. Raises Triton's exceptions."""
     names = call.kernel.arg_names
     constants = dict(call.constants)
     pointers = [name for name in names if name not in constants]

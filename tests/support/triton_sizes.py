@@ -1,4 +1,5 @@
-"""Triton's kernels on arrays of more than 2**31 elements, interpreted; run as a program.
+"""Runs our Triton kernels on arrays of more than 2**31 elements in the interpreter; run as a
+program.
 
 Prints one JSON object: case -> whether it is right.
 """
@@ -30,7 +31,7 @@ PAGE, K, D = 16, 2, 64
 
 @dataclass(frozen=True)
 class InPlace:
-    """A launch that interprets on numpy's arrays where they lie."""
+    """A launch that interprets on numpy arrays in place."""
 
     sm: int = 90
 
@@ -59,7 +60,7 @@ class InPlace:
 
 
 def few_programs(*how: int) -> tuple[DecodeTiles, PromptTiles]:
-    """The table's tiles with few programs: each counts all seats before it begins."""
+    """The table's tiles with few programs, since each program counts all seats first."""
     decode, prompt = attention_tiles(*how)
     return replace(decode, programs=8), prompt
 
@@ -68,7 +69,7 @@ KERNELS = TritonKernels(InPlace(), few_programs)
 
 
 def attends(decode: list[int], prompts: list[tuple[int, int]], seats: int = 0) -> bool:
-    """The same bits from pages at the end of a large pool as from a small one. decode: keys of
+    """Whether pages at the end of a large pool give the same bits as a small pool. decode: keys of
     decoding sequences; prompts: (keys, rows) of others.
     """
     counts = [1] * len(decode) + [rows for _, rows in prompts]
@@ -103,8 +104,8 @@ def attends(decode: list[int], prompts: list[tuple[int, int]], seats: int = 0) -
 
 
 def as_defined() -> bool:
-    """512 seats with tables for 32,768 keys, which one of the 16 that are taken has: rows against
-    numpy's softmax.
+    """Whether rows equal numpy's softmax, with 512 seats and page tables for 32,768 keys; one of
+    the 16 taken seats has that many.
     """
     lens = np.zeros(512, np.int32)
     lens[:16] = [32768, *range(1, 16)]
@@ -127,7 +128,9 @@ def as_defined() -> bool:
 
 
 def writes(dtype: Any, limit: float) -> bool:
-    """Keys and values at the last rows of a large pool, and nowhere near where 32 bits lead."""
+    """Whether keys and values are written to the last rows of a large pool, and not where offsets
+    that overflow 32 bits point.
+    """
     pool = large_pool(PAGE, K, D, dtype)
     n_rows = len(pool) * PAGE
     rows = np.array([n_rows - 5, n_rows - 40 * PAGE, n_rows], np.int32)
@@ -146,7 +149,7 @@ def writes(dtype: Any, limit: float) -> bool:
 
 
 def rotates() -> bool:
-    """As `writes`, by the kernel that rotates: by nothing here."""
+    """Like `writes`, for the kernel that also rotates, here by angle 0."""
     pool = large_pool(PAGE, K, D, np.float16)
     n_rows = len(pool) * PAGE
     rows = np.array([n_rows - 1, n_rows - 50 * PAGE], np.int32)
@@ -171,8 +174,8 @@ def rotates() -> bool:
 
 
 def multiplies(rows: int, outputs: int) -> bool:
-    """An int4 product whose last rows of results, or last groups of weights, lie beyond 2**31
-    elements; only its first 16 outputs are computed.
+    """Whether an int4 product is right if its last rows of results, or last groups of weights, lie
+    beyond 2**31 elements; computes only its first 16 outputs.
     """
     inputs, group = 128, 32
     packed = sparse((inputs // 2, outputs), np.uint8)
@@ -199,7 +202,7 @@ def multiplies(rows: int, outputs: int) -> bool:
 
 
 def widens(outputs: int) -> bool:
-    """An fp8 product whose last weights lie beyond 2**31 elements."""
+    """Whether an fp8 product is right if its last weights lie beyond 2**31 elements."""
     inputs = 128
     codes = sparse((inputs, outputs), np.uint8)
     codes[:, :16] = RANDOM.integers(0, 127, (inputs, 16), np.uint8)
@@ -221,8 +224,8 @@ def widens(outputs: int) -> bool:
 
 
 def meets_experts(n_experts: int, columns: int, blocks: int) -> bool:
-    """Rows of the last block with the last expert, whose weights or whose results lie beyond 2**31
-    elements; all but the first 16 outputs are 0.
+    """Whether the rows of the last block are right, with the last expert, if its weights or results
+    lie beyond 2**31 elements; all but the first 16 outputs are 0.
     """
     inputs, block = 128, 16
     weights = sparse((n_experts, inputs, 2 * columns), np.float16)

@@ -1,7 +1,7 @@
-"""Samples from logits whose columns several devices share, and from the same logits on one device;
-`test_vocabulary` starts it, since a process must ask for devices before jax starts.
+"""Samples from logits whose columns are sharded over several devices, and from the same logits on
+one device; `test_vocabulary` starts it, since the number of devices must be set before jax starts.
 
-python vocabulary_program.py OUT: an .npz file of what `compared` finds with 4 devices.
+python vocabulary_program.py OUT: OUT is an .npz file for the results of `compared` with 4 devices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from jitney.engine.core.executor.sampling import _IN_PROMPT, Sampler, SamplingRo
 from jitney.engine.core.executor.vocabulary import SplitVocabulary, Vocabulary
 from jitney.engine.core.models.sharding import WHOLE, make_mesh
 
-#: No multiple of 128 on 4 devices: lanes reach over the ends of their columns.
+#: Columns and rows of the logits. The columns of one of 4 devices are not a multiple of 128, so
+#: lanes reach past their end.
 VOCAB, ROWS = 3000, 48
-#: Alternatives of each token.
+#: Number of alternatives of each token.
 WIDTH = 5
-#: What all rows of a case ask for, beside temperature and seed.
+#: Sampling settings of all rows of a case, except temperature and seed.
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -58,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "masked but for one device": {"temperature": 0.0, "masked": True, "last": 700},
     "broken": {"broken": True, "parts": SCORED},
 }
-#: Of `Sampled`, in its order.
+#: Fields of `Sampled`, in its order.
 PARTS = ("tokens", "own", "ids", "best")
 FLOATS = ("temperature", "top_p", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -78,7 +79,7 @@ def rows_of(case: dict[str, Any]) -> SamplingRows:
 
 
 def logits_of(case: dict[str, Any], draw: np.random.Generator) -> np.ndarray:
-    """float32 [ROWS, VOCAB]."""
+    """Random logits of a case, float32 [ROWS, VOCAB]."""
     logits = draw.normal(size=(ROWS, VOCAB)).astype(np.float32) * case.get("sharpness", 2.0)
     if "ties" in case:
         logits = np.round(logits)
@@ -89,7 +90,7 @@ def logits_of(case: dict[str, Any], draw: np.random.Generator) -> np.ndarray:
 
 
 def state_of(draw: np.random.Generator) -> SeatState:
-    """Seats that have written tokens, and have biases on both ends of every device's columns."""
+    """Random seats with written tokens, and with biases at both ends of every device's columns."""
     state = SeatState.empty(ROWS, VOCAB)
     counts = draw.integers(0, 3, (ROWS, VOCAB)) * draw.integers(0, 2, (ROWS, VOCAB))
     counts[:, ::5] |= _IN_PROMPT
@@ -106,7 +107,7 @@ def state_of(draw: np.random.Generator) -> SeatState:
 
 
 def sampler(mesh: Mesh | None) -> Any:
-    """`Sampler.sample` and what is counted behind it, compiled for these devices."""
+    """`Sampler.sample` and the token counts after it, compiled for these devices."""
     vocabulary = Vocabulary() if mesh is None else SplitVocabulary(mesh.size)
 
     def step(logits: Any, rows: SamplingRows, state: SeatState, allowed: Any) -> Any:
@@ -120,7 +121,7 @@ def sampler(mesh: Mesh | None) -> Any:
 
 
 def arguments(case: dict[str, Any]) -> tuple[Any, ...]:
-    """Of `sampler`."""
+    """The arguments of `sampler`."""
     draw = np.random.default_rng(sum(map(ord, str(case))))
     allowed = np.ones((ROWS, VOCAB), bool)
     if "masked" in case:
@@ -130,11 +131,11 @@ def arguments(case: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def compared(mesh: Mesh) -> dict[str, np.ndarray]:
-    """Case and part -> that part of one device's results, and of those of the mesh: [2, ...].
+    """Case and part -> that part of one device's results, and of the mesh's: [2, ...].
 
-    tokens int32 [2, ROWS], own float32 [2, ROWS], ids and best [2, ROWS, WIDTH]; counted: what the
-    seats counted of each token, int32 [2, VOCAB]. gather: most elements that an all-gather of the
-    mesh's sampler brings.
+    tokens int32 [2, ROWS], own float32 [2, ROWS], ids and best [2, ROWS, WIDTH]; counted: the
+    seats' count of each token, int32 [2, VOCAB]. gather: most elements that an all-gather of the
+    mesh's sampler returns.
     """
     one, several = sampler(None), sampler(mesh)
     found: dict[str, np.ndarray] = {}

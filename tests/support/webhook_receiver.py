@@ -1,4 +1,4 @@
-"""A server on 127.0.0.1 that is told of the ends of batches and jobs."""
+"""A server on 127.0.0.1 that receives webhooks at the end of batches and jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Message:
     headers: dict[str, str]
     body: bytes
-    #: Whether it was answered with a 200.
+    #: Whether the response was 200.
     taken: bool
 
     @property
@@ -23,15 +23,15 @@ class Message:
 
 
 class Receiver(ThreadingHTTPServer):
-    """Keeps all that comes, and answers some of it with a 500."""
+    """Records all messages, and answers some of them with a 500."""
 
     daemon_threads = True
-    #: Connections that wait to be accepted. Of more than these the system drops some, which are
-    #: tried again a second later: 32 messages come at once.
+    #: Most connections that wait to be accepted. The system drops connections beyond it, which the
+    #: client retries a second later: 32 messages arrive at once.
     request_queue_size = 128
 
     def __init__(self, fails: Callable[[int], bool]):
-        """fails: whether the message of that number, counted from 1, is answered with a 500."""
+        """fails: whether the message with that number, counted from 1, is answered with a 500."""
         super().__init__(("127.0.0.1", 0), _Handler)
         self._fails = fails
         self._lock = threading.Lock()
@@ -86,9 +86,9 @@ class Dripper(socketserver.ThreadingTCPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Drip)
-        #: Set at the end.
+        #: Set when the server stops.
         self.over = threading.Event()
-        #: Connections that were made, and those that their other side has ended.
+        #: Number of accepted connections, and of those that the client has closed.
         self.came = self.ended = 0
 
     @property

@@ -1,4 +1,4 @@
-"""A kernel set that is wrong on purpose, and engines small enough to be built in a moment."""
+"""A kernel set that is wrong on purpose, and settings of engines that are built in a moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = dict(
 
 
 def mixed_up(*args: Any, **options: Any) -> Any:
-    """Attention whose first two heads are exchanged."""
+    """Attention with its first two heads exchanged."""
     o, kv = reference.paged_attention(*args, **options)
     return o.at[:, :2].set(o[:, 1::-1]), kv
 
@@ -33,5 +33,5 @@ def wrong_set() -> KernelSet:
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, kernels: KernelSet) -> None:
-    """Let engines that are built from now on find this set, whatever they ask for."""
+    """Make all engines that are built from now on use this set, whatever set they select."""
     monkeypatch.setattr(setup, "select", lambda platform, name, heads: kernels)
