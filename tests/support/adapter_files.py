@@ -58,8 +58,8 @@ def write_adapter(
                 tensors[f"{prefix}.lora_B.weight"] = draw.normal(0, spread, (outputs, rank))
     folder.mkdir()
     save_file({name: x.astype(np.float32) for name, x in tensors.items()}, folder / _TENSORS)
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(told | settings))
+    settings_of_peft = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings_of_peft | settings))
     return folder
 
 

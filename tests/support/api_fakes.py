@@ -76,8 +76,8 @@ class ByteTokenizer:
         return bytes([id]) if id < 256 else {EOS: b"<eos>", BOS: b"<bos>"}.get(id, b"")
 
     def decode(self, ids, *, skip_special_tokens: bool = True) -> str:
-        kept = [id for id in ids if not (skip_special_tokens and id in self.special_ids)]
-        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+        text_ids = [id for id in ids if not (skip_special_tokens and id in self.special_ids)]
+        return b"".join(map(self.token_bytes, text_ids)).decode(errors="replace")
 
     def apply_chat_template(
         self,
@@ -379,9 +379,9 @@ async def call(
     the client disconnects as `leave_after` or `leave_on_chunk` says.
     """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    given = {"host": "localhost", "content-type": "application/json"} | (headers or {})
+    all_headers = {"host": "localhost", "content-type": "application/json"} | (headers or {})
     head = (
-        [(name.encode(), value.encode()) for name, value in given.items()]
+        [(name.encode(), value.encode()) for name, value in all_headers.items()]
         if raw_headers is None
         else raw_headers
     )
@@ -390,13 +390,13 @@ async def call(
         if messages is not None
         else [{"type": "http.request", "body": data, "more_body": False}]
     )
-    reply, gone = Reply(), asyncio.Event()
+    reply, disconnected = Reply(), asyncio.Event()
 
     async def receive() -> dict[str, Any]:
         if queue:
             return queue.pop(0)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(gone.wait(), leave_after)
+            await asyncio.wait_for(disconnected.wait(), leave_after)
         return {"type": "http.disconnect"}
 
     async def send(message) -> None:
@@ -410,7 +410,7 @@ async def call(
             reply.chunks.append(message["body"])
             reply.complete = not message.get("more_body", False)
             if leave_on_chunk is not None and len(reply.chunks) >= leave_on_chunk:
-                gone.set()
+                disconnected.set()
 
     scope = {
         "type": "http",

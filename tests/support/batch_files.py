@@ -29,15 +29,15 @@ def client_of(url: str, key: str = "none") -> OpenAI:
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
     """One request of a batch."""
-    asked: dict[str, Any] = {"model": "m"}
+    fields: dict[str, Any] = {"model": "m"}
     match url:
         case "/v1/embeddings":
-            asked["input"] = custom_id
+            fields["input"] = custom_id
         case "/v1/chat/completions":
-            asked |= {"max_tokens": 4, "messages": [{"role": "user", "content": custom_id}]}
+            fields |= {"max_tokens": 4, "messages": [{"role": "user", "content": custom_id}]}
         case _:
-            asked |= {"max_tokens": 4, "prompt": custom_id}
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": asked | body}
+            fields |= {"max_tokens": 4, "prompt": custom_id}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": fields | body}
 
 
 def batch_of(id: str) -> records.Batch:
@@ -56,8 +56,8 @@ def jsonl(lines: list[Any]) -> bytes:
 def begin(client: OpenAI, lines: list[Any], **settings: Any) -> Batch:
     """Upload the lines and begin a batch."""
     file = client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
-    asked: dict[str, Any] = {"endpoint": COMPLETIONS, "completion_window": "24h"} | settings
-    return client.batches.create(input_file_id=file.id, **asked)
+    options: dict[str, Any] = {"endpoint": COMPLETIONS, "completion_window": "24h"} | settings
+    return client.batches.create(input_file_id=file.id, **options)
 
 
 def ended(client: OpenAI, id: str, seconds: float = 30.0) -> Batch:
@@ -76,6 +76,6 @@ def answers(client: OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
     if file_id is None:
         return {}
     lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
-    found = {each["custom_id"]: each for each in lines}
-    assert len(found) == len(lines), "a line is answered twice"
-    return found
+    by_id = {each["custom_id"]: each for each in lines}
+    assert len(by_id) == len(lines), "a line is answered twice"
+    return by_id

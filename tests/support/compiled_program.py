@@ -143,7 +143,7 @@ class Step:
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert memory is not None and text is not None
         module = parse(text)
-        found = {
+        facts = {
             "aliased": memory.alias_size_in_bytes,
             "temporaries": memory.temp_size_in_bytes,
             "pages": self.pages,
@@ -156,15 +156,15 @@ class Step:
             sm = CAPABILITIES.get(self.spec.target, 0)
             costs = kernel_cost(load, self.kept, sm, self.config.experts)
             made = account(module, costs)
-            found["loads"].append(told(self, load, made))
-            found |= {
+            facts["loads"].append(told(self, load, made))
+            facts |= {
                 "kernels": made.kernels,
                 "copied": copies(self, made),
                 "wide_gates": wide_gates(self, made),
                 "fp8_products": fp8_products(module),
                 "collectives": made.collectives,
             }
-        return found | (thunks(folder) if self.spec.target in GPUS else {})
+        return facts | (thunks(folder) if self.spec.target in GPUS else {})
 
 
 class FamilyStep:
@@ -222,13 +222,13 @@ class FamilyStep:
         """See `Step.floor`; a row's recurrent state is read and written, too."""
         config = self.whole
         width = jnp.dtype(self.sizes.kv_dtype).itemsize
-        found = sum(self._least_of(path, leaf, load) for path, leaf in _leaves(self.model))
+        total = sum(self._least_of(path, leaf, load) for path, leaf in _leaves(self.model))
         for layer in config.attending_layers:
             keys = load.within(config.windows[layer]).keys + load.rows
-            found += keys * config.of_layer(layer).position_size * width
+            total += keys * config.of_layer(layer).position_size * width
         slots = self.sizes.seats + self.sizes.checkpoints
-        kept = sum(array.size * array.dtype.itemsize for array in self._recurrent_arrays())
-        return found + 2 * load.decode * kept / slots
+        state_bytes = sum(array.size * array.dtype.itemsize for array in self._recurrent_arrays())
+        return total + 2 * load.decode * state_bytes / slots
 
     def _least_of(self, path: Any, leaf: Any, load: Load) -> float:
         """Bytes of a weight that a step reads."""
@@ -243,7 +243,7 @@ class FamilyStep:
         """Bytes, and on GPUs also the parts of the program."""
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert memory is not None and text is not None
-        found = {
+        facts = {
             "aliased": memory.alias_size_in_bytes,
             "state": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state)),
             "temporaries": memory.temp_size_in_bytes,
@@ -254,9 +254,9 @@ class FamilyStep:
             sm = CAPABILITIES.get(self.spec.target, 0)
             costs = kernel_cost(load, self.kept, sm, self.whole.experts, gated=self.whole.is_gated)
             made = account(parse(text), costs, load.rows)
-            found["loads"].append(told(self, load, made))
-            found["kernels"] = made.kernels
-        return found | (thunks(folder) if self.spec.target in GPUS else {})
+            facts["loads"].append(told(self, load, made))
+            facts["kernels"] = made.kernels
+        return facts | (thunks(folder) if self.spec.target in GPUS else {})
 
 
 def _leaves(model: Model) -> list[tuple[Any, Any]]:
@@ -372,10 +372,10 @@ def _sizes_of_rows(step: Step) -> set[tuple[int, int]]:
     may be as large as a share of a matrix.
     """
     experts, n_rows = step.config.experts, step.spec.rows
-    found = {n_rows}
+    sizes = {n_rows}
     if experts is not None:
-        found.add(experts.block_rows(n_rows) * experts.most_blocks(n_rows))
-    return {(rows, step.config.hidden_size) for rows in found}
+        sizes.add(experts.block_rows(n_rows) * experts.most_blocks(n_rows))
+    return {(rows, step.config.hidden_size) for rows in sizes}
 
 
 def wide_gates(step: Step, made: Account) -> list[str]:
@@ -404,16 +404,16 @@ def fp8_products(module: Module) -> int:
             if made.op == "custom-call":
                 count += made.quoted("custom_call_target") == "__cublas$lt$matmul$f8"
             elif made.op == "dot":
-                taken = {operand.arrays[0].dtype for operand in computation.inputs(made)}
-                count += taken == {"f8e4m3fn"}
+                operand_types = {operand.arrays[0].dtype for operand in computation.inputs(made)}
+                count += operand_types == {"f8e4m3fn"}
     return count
 
 
 def told(step: Step | FamilyStep, load: Load, made: Account) -> dict[str, Any]:
     """Bytes and operations at one context, compared with the floor and the roofline."""
     floor, chip = step.floor(load), step.chip
-    kept = "bf16" if step.spec.weights == "plain" else step.spec.weights
-    cost = ModelCost(step.whole, kept, "bf16" if step.spec.kv == "auto" else step.spec.kv)
+    scheme = "bf16" if step.spec.weights == "plain" else step.spec.weights
+    cost = ModelCost(step.whole, scheme, "bf16" if step.spec.kv == "auto" else step.spec.kv)
     work = StepWork(load.decode, load.prompt, load.decode * load.context, load.context, load.pairs)
     return {
         "context": load.context,

@@ -103,11 +103,11 @@ class Spec:
         return bucket + ("" if self.plain else " sampled")
 
     def __str__(self) -> str:
-        kept = "bf16" if self.weights == "plain" else self.weights
+        scheme = "bf16" if self.weights == "plain" else self.weights
         parts = [
             self.target,
             self.model,
-            kept,
+            scheme,
             *([] if self.kv == "auto" else [f"{self.kv} KV"]),
             *([f"{self.devices} devices"] if self.devices > 1 else []),
             self.step,
@@ -226,12 +226,12 @@ def facts(spec: Spec) -> dict[str, Any]:
     before = kept(spec)
     if before is not None:
         return before
-    found = {"date": datetime.date.today().isoformat(), **compiled(spec)}
+    result = {"date": datetime.date.today().isoformat(), **compiled(spec)}
     path = _kept_path(spec)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1))
-    return found
+        path.write_text(json.dumps(result, indent=1))
+    return result
 
 
 def kept(spec: Spec) -> dict[str, Any] | None:

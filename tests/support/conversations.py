@@ -37,9 +37,9 @@ class SandboxedTemplate:
 
     async def render(self, messages: list[Json], variables: Json) -> str:
         """Render like a service. Raises RequestError."""
-        given = {"add_generation_prompt": True} | variables
+        all_variables = {"add_generation_prompt": True} | variables
         try:
-            return render_source(self.source, messages, **given)
+            return render_source(self.source, messages, **all_variables)
         except Exception as error:  # a template may raise anything
             raise RequestError(reason_of(error) or type(error).__name__, param="messages") from None
 

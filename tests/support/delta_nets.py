@@ -203,14 +203,14 @@ def in_pieces(kernel: Any, sizes: Sizes) -> dict[str, Any]:
     outputs, state = run(kernel, steps, sizes, weights)
     error = 0.0
     for text in (one, two, three):
-        found = []
+        own_rows = []
         for step, rows in zip(steps, outputs, strict=True):
             first = 0
             for other, count in step.parts:
                 if other is text:
-                    found += list(rows[first : first + count])
+                    own_rows += list(rows[first : first + count])
                 first += count
-        distance = np.abs(found - definition(sizes, weights, text)).max()
+        distance = np.abs(own_rows - definition(sizes, weights, text)).max()
         error = float(np.maximum(error, distance))  # Python's max loses a NaN
     lengths = np.asarray(state.lengths)[[3, 0, 1]].tolist()
     memory = np.asarray(state.memory)
@@ -255,12 +255,12 @@ def row_by_row(kernel: Any, sizes: Sizes) -> dict[str, Any]:
         for row, (text, position) in enumerate(step_rows)
     ]
     ends = [(0, two, two.done), (1, one, moved), (3, one, fork), (4, one, one.done)]
-    kept = [
+    states_right = [
         _holds(state, sizes, slot, text.x[:end])
         for slot, text, end in [*ends, (5, third, third.done)]
     ]
     free = all(bool(jnp.isnan(array[2]).all()) for array in (state.taps, state.memory))
-    return {"error": float(np.max(errors)), "untouched": all(kept) and free}
+    return {"error": float(np.max(errors)), "untouched": all(states_right) and free}
 
 
 def _holds(state: DeltaState, sizes: Sizes, slot: int, x: np.ndarray) -> bool:
@@ -305,8 +305,8 @@ def from_checkpoints(kernel: Any, sizes: Sizes) -> dict[str, Any]:
     for step, parts in spans:
         row = 0
         for text, start, count in parts:
-            wanted = definition(sizes, weights, text)[start : start + count]
-            distance = np.abs(outputs[step][row : row + count] - wanted).max()
+            expected = definition(sizes, weights, text)[start : start + count]
+            distance = np.abs(outputs[step][row : row + count] - expected).max()
             error = float(np.maximum(error, distance))
             row += count
     return {

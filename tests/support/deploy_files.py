@@ -26,17 +26,17 @@ class Stage(NamedTuple):
 def stages() -> dict[str, Stage]:
     """The stages of the Dockerfile by name."""
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
-    found: dict[str, Stage] = {}
+    by_name: dict[str, Stage] = {}
     for line in text.splitlines():
         if not line.strip() or line.startswith("#"):
             continue
         instruction, _, rest = line.strip().partition(" ")
         if instruction == "FROM":
             base, _, name = rest.partition(" AS ")
-            found[name] = Stage(name, base, [])
-        elif found:
-            list(found.values())[-1].lines.append((instruction, " ".join(rest.split())))
-    return found
+            by_name[name] = Stage(name, base, [])
+        elif by_name:
+            list(by_name.values())[-1].lines.append((instruction, " ".join(rest.split())))
+    return by_name
 
 
 def run_lines(stage: str) -> list[str]:
@@ -52,8 +52,8 @@ def documents(file: str) -> list[dict[str, Any]]:
 def container(file: str) -> dict[str, Any]:
     """The engine's container in a StatefulSet."""
     (document,) = documents(file)
-    (found,) = document["spec"]["template"]["spec"]["containers"]
-    return found
+    (engine,) = document["spec"]["template"]["spec"]["containers"]
+    return engine
 
 
 def unit_lines(section: str) -> list[tuple[str, str]]:

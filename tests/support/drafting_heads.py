@@ -114,7 +114,7 @@ class Watch:
     def found(self) -> list[tuple[list[int], list[int]]]:
         """(text, drafts after it) for every step of each decoding sequence."""
         lengths: dict[Any, int] = {}
-        found: list[tuple[list[int], list[int]]] = []
+        steps: list[tuple[list[int], list[int]]] = []
         for plan, seats, drafts in self.plans:
             result = self.results[plan.number]
             row = 0
@@ -124,12 +124,12 @@ class Watch:
                     widths = [own.draft for own in plan.chunks if own.seq is seq]
                     text = seq.tokens[: lengths[seq]]
                     if len(text) < len(seq.tokens):
-                        found.append((text, drafts[seats[number]][: max(widths) + 1].tolist()))
+                        steps.append((text, drafts[seats[number]][: max(widths) + 1].tolist()))
                 if chunk.sample:
                     before = lengths.get(seq, seq.n_prompt)
                     lengths[seq] = before + (result.tokens[row] != REJECTED)
                     row += 1
-        return found
+        return steps
 
 
 def check_drafts(
@@ -147,9 +147,9 @@ def check_drafts(
     llm.core.check()
     totals = llm.core.ledger.totals
     assert totals["accepted"] > 20 and totals["rejected"] > 5 and totals["cached_tokens"] > 0
-    found = [(text, [*takewhile(is_draft, drafts)]) for text, drafts in watch.found()]
-    assert max(len(drafts) for _, drafts in found) == count
-    for text, drafts in found[:: len(found) // 40]:
+    steps = [(text, [*takewhile(is_draft, drafts)]) for text, drafts in watch.found()]
+    assert max(len(drafts) for _, drafts in steps) == count
+    for text, drafts in steps[:: len(steps) // 40]:
         assert drafts and drafts == naive(text, len(drafts))
 
 
@@ -195,8 +195,10 @@ def check_rules(plain: LLM, llm: LLM) -> None:
     """Sequences under a grammar, whose tokens are chosen after the step, also verify drafts."""
     params = msgspec.structs.replace(GREEDY, banned_sequences=((5, 6), (7, 7, 7)))
     before = llm.core.ledger.totals["accepted"]
-    found = answers(llm, params)
-    assert [one.token_ids for one in found] == [one.token_ids for one in answers(plain, params)]
+    ruled_answers = answers(llm, params)
+    assert [one.token_ids for one in ruled_answers] == [
+        one.token_ids for one in answers(plain, params)
+    ]
     assert llm.core.ledger.totals["accepted"] - before > 20
 
 
@@ -206,10 +208,10 @@ def check_several_devices(
     """Two devices, in a separate process, draft as well as one device, and give its answers."""
     prompts, params = PROMPTS[:2], msgspec.structs.replace(GREEDY, max_tokens=40)
     job = "drafted", "drafted", [2, speculative, draft_model, model, prompts]
-    found = run_on_devices("sharding_program.py", folder, [job])
+    results = run_on_devices("sharding_program.py", folder, [job])
     expected = [one.token_ids for one in answers(plain, params, prompts)]
-    assert found["drafted tokens"].tolist() == expected
-    right, wrong = found["drafted drafts"]
+    assert results["drafted tokens"].tolist() == expected
+    right, wrong = results["drafted drafts"]
     assert right > 10 and wrong > 0
 
 
@@ -220,9 +222,9 @@ def check_what_is_left(plain: LLM, llm: LLM) -> None:
     for _ in range(12):
         llm.core.step()
     llm.core.abort("left")
-    (found,) = answers(llm, MIXED[0], [PROMPTS[2]])
-    assert found.token_ids == expected.token_ids
+    (answer,) = answers(llm, MIXED[0], [PROMPTS[2]])
+    assert answer.token_ids == expected.token_ids
     llm.core.runner.restore(RuntimeError("as if a step had failed"))
     llm.core.reset_prefix_cache()
-    (found,) = answers(llm, MIXED[0], [PROMPTS[2]])
-    assert found.token_ids == expected.token_ids
+    (answer,) = answers(llm, MIXED[0], [PROMPTS[2]])
+    assert answer.token_ids == expected.token_ids

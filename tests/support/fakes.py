@@ -148,13 +148,13 @@ class FakeRunner:
         rows = []
         for chunk in plan.chunks:
             seq = chunk.seq
-            known = seq.tokens[chunk.start : chunk.end]
+            tokens = seq.tokens[chunk.start : chunk.end]
             rows.append(
                 Rows(
                     seq.request.id,
                     seq.seat,
                     chunk.start,
-                    known or [-1 - chunk.draft],
+                    tokens or [-1 - chunk.draft],
                     list(seq.pages),
                     [list(held.pages) for held in seq.windows],
                     deepcopy(seq.state),
@@ -166,7 +166,7 @@ class FakeRunner:
                 )
             )
             assert not chunk.scored or chunk.start <= chunk.score_start <= chunk.end - chunk.scored
-            assert len(rows[-1].tokens) == chunk.count and (known or chunk.decode)
+            assert len(rows[-1].tokens) == chunk.count and (tokens or chunk.decode)
         return rows, {seq.seat: seq.seed for seq in plan.boarded}, plan
 
     def launch(self, batch: tuple[list[Rows], dict[int, int], Plan]) -> StepResult:
@@ -179,8 +179,8 @@ class FakeRunner:
         )  # no row may need what another sequence writes in this step
         for chunk in rows:
             chunk.start += self.accepted[chunk.seat] if chunk.tokens[0] < 0 else 0
-            known = [self.last_token[chunk.seat], *self.drafts[chunk.seat]]
-            chunk.tokens = [known[-1 - token] if token < 0 else token for token in chunk.tokens]
+            recent = [self.last_token[chunk.seat], *self.drafts[chunk.seat]]
+            chunk.tokens = [recent[-1 - token] if token < 0 else token for token in chunk.tokens]
         self._write(rows)
         tokens: list[int] = []
         entries: list[TokenLogprobs] = []
@@ -237,8 +237,8 @@ class FakeRunner:
         """Drafts of the next tokens; allowed: choose among these tokens, if any."""
         guesses: list[int] = []
         for _ in range(self.drafted):
-            known = [*history, *guesses][-self.window :]
-            token = allowed_token(known, seed, allowed) if allowed else next_token(known, seed)
+            visible = [*history, *guesses][-self.window :]
+            token = allowed_token(visible, seed, allowed) if allowed else next_token(visible, seed)
             wrong = zlib.crc32(np.asarray([len(history), token], np.int32).tobytes()) % 3 == 0
             guesses.append((token + wrong) % VOCAB)
         return guesses
@@ -311,8 +311,10 @@ class FakeRunner:
     def _read(self, chunk: Rows, tokens: np.ndarray, positions: np.ndarray) -> list[int]:
         first = max(0, chunk.start - self.window + 1) if self.window else 0
         flats = [self._flat(chunk, position) for position in range(first, chunk.start)]
-        wanted = list(range(first, chunk.start))
-        assert positions[flats].tolist() == wanted, "a page holds other positions than its owner's"
+        expected = list(range(first, chunk.start))
+        assert positions[flats].tolist() == expected, (
+            "a page holds other positions than its owner's"
+        )
         return tokens[flats].tolist()
 
 

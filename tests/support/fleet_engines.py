@@ -37,11 +37,11 @@ def events(text: str) -> list[dict[str, Any]]:
 
 def said(text: str) -> str:
     """The text of a streamed chat. Fails for one that ends with an error."""
-    found = events(text)
-    errors = [event["error"] for event in found if "error" in event]
+    chunks = events(text)
+    errors = [event["error"] for event in chunks if "error" in event]
     assert not errors, errors
     return "".join(
-        choice["delta"].get("content") or "" for event in found for choice in event["choices"]
+        choice["delta"].get("content") or "" for event in chunks for choice in event["choices"]
     )
 
 
@@ -150,13 +150,13 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
     file = folder / "fleet.toml"
     file.write_text(text)
     config = FleetConfig.read(file)
-    found: list[tuple[Fleet, FleetParts]] = []
+    started: list[tuple[Fleet, FleetParts]] = []
     limits = server_settings(**settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_fleet(config, key) as (fleet, parts):
-            found.append((fleet, parts))
+            started.append((fleet, parts))
             ingress = create_ingress(fleet, limits)
             inner.append(ingress)
             async with ingress.router.lifespan_context(ingress):
@@ -172,8 +172,8 @@ def fleet_of(folder: Path, text: str, key: str = "", **settings: Any) -> Iterato
             await inner[0](scope, receive, send)
 
     with served(app, limits) as (url, _):
-        until(lambda: bool(found))
-        yield Served(url, *found[0])
+        until(lambda: bool(started))
+        yield Served(url, *started[0])
 
 
 @contextlib.contextmanager

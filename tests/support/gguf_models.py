@@ -445,11 +445,11 @@ def _with_stacks(tensors: Tensors) -> Tensors:
     stacks: dict[str, list[np.ndarray]] = {}
     rest: Tensors = {}
     for name, tensor in tensors.items():
-        found = _STACK.fullmatch(name)
-        if found is None:
+        match = _STACK.fullmatch(name)
+        if match is None:
             rest[name] = tensor
             continue
-        prefix, _, matrix = found.groups()
+        prefix, _, matrix = match.groups()
         prefix = prefix.replace("block_sparse_moe", "feed_forward")
         stacks.setdefault(f"{prefix}.experts.{matrix}.weight", []).append(tensor)
     return rest | {name: np.stack(matrices) for name, matrices in stacks.items()}

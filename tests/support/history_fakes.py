@@ -107,19 +107,19 @@ def long_history(n_requests: int, n_steps: int, seats: int) -> History:
     step_s = 300 / n_steps
     record = np.zeros(1, STEP_DTYPE)
     record["device_s"], record["seats"] = 0.9 * step_s, seats
-    came = 0
+    number = 0
     for step in range(n_steps):
         t = start + step * step_s
         outputs: list[SequenceOutput] = []
         events: list[SequenceEvent] = []
-        while came < n_requests * (step + 1) // n_steps:
-            request = make_request(f"request-{came:025d}", [1, 2, 3], arrival=t - 0.1)
+        while number < n_requests * (step + 1) // n_steps:
+            request = make_request(f"request-{number:025d}", [1, 2, 3], arrival=t - 0.1)
             history.submit(request)
-            events.append(SequenceEvent("seated", request.id, 0, came % seats, step, t, 0, 0))
+            events.append(SequenceEvent("seated", request.id, 0, number % seats, step, t, 0, 0))
             outputs.append(
                 SequenceOutput(request_id=request.id, index=0, tokens=[5], finish="length")
             )
-            came += 1
+            number += 1
         record["step"], record["started"], record["decode"] = step, t, len(outputs)
         history.take(messages.StepReport([], events=events))
         history.take(messages.StepReport(outputs, record=record.tobytes()))

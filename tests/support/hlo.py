@@ -64,26 +64,26 @@ class Instruction:
 
     def calls(self, key: str = "calls") -> str:
         """The computation that an attribute names; "" without one."""
-        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return match.group(1) if match else ""
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """A list of numbers: lhs_contracting_dims={1} -> (1,)."""
-        found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(n) for n in found.group(1).split(",") if n) if found else ()
+        match = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(n) for n in match.group(1).split(",") if n) if match else ()
 
     def quoted(self, key: str) -> str:
         """A text: op_name="jit(plain)/add" -> jit(plain)/add."""
-        found = re.search(rf'\b{key}="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(rf'\b{key}="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match.group(1) if match else ""
 
     @property
     def index(self) -> int:
         """The index of a parameter or a get-tuple-element."""
         if self.op == "parameter":
             return int(self.arguments)
-        found = re.search(r"\bindex=(\d+)", self.attributes)
-        return int(found.group(1)) if found else 0
+        match = re.search(r"\bindex=(\d+)", self.attributes)
+        return int(match.group(1)) if match else 0
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,17 @@ class Computation:
     @cached_property
     def parameters(self) -> list[Instruction]:
         """The parameters, in the order of a caller's operands."""
-        found = [made for made in self.instructions.values() if made.op == "parameter"]
-        return sorted(found, key=lambda made: made.index)
+        parameters = [made for made in self.instructions.values() if made.op == "parameter"]
+        return sorted(parameters, key=lambda made: made.index)
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """Name -> the instructions that use it as an operand."""
-        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for made in self.instructions.values():
             for operand in dict.fromkeys(made.operands):
-                found[operand].append(made)
-        return found
+                users[operand].append(made)
+        return users
 
     def inputs(self, made: Instruction) -> list[Instruction]:
         """The instructions that compute an instruction's operands."""
@@ -185,9 +185,9 @@ def closing(text: str, start: int) -> int:
 
 def arrays_of(shape: str) -> tuple[Array, ...]:
     """Every array of a shape: (f32[2,3]{1,0:T(8,128)S(1)}, s32[]) -> two."""
-    found = []
+    arrays = []
     for dtype, dims, layout in ARRAY.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
         sizes = tuple(int(re.sub(r"\D", "", size)) for size in dims.split(",") if size)
-        found.append(Array(dtype, sizes, int(space.group(1)) if space else 0))
-    return tuple(found)
+        arrays.append(Array(dtype, sizes, int(space.group(1)) if space else 0))
+    return tuple(arrays)

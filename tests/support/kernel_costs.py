@@ -137,9 +137,9 @@ def rows_going(load: Load, experts: ExpertsConfig, places: int) -> int:
     """Rows of a call whose blocks have `places` places: all rows of the step, or in the last layer
     only those with logits.
     """
-    wanted = load.decode + (load.prompt > 0)
-    if experts.block_rows(wanted) * experts.most_blocks(wanted) == places:
-        return wanted
+    logit_rows = load.decode + (load.prompt > 0)
+    if experts.block_rows(logit_rows) * experts.most_blocks(logit_rows) == places:
+        return logit_rows
     return load.rows
 
 

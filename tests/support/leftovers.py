@@ -15,14 +15,14 @@ def garbage(*rooms: str) -> Iterator[Counter[str]]:
     """
     gc.collect()
     gc.disable()
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     try:
-        yield found
+        yield counts
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         for thing in gc.garbage:
             if type(thing).__module__.split(".")[0] in rooms:
-                found[type(thing).__qualname__] += 1
+                counts[type(thing).__qualname__] += 1
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -43,24 +43,24 @@ def _asked(number: int, tokens: int) -> dict[str, Any]:
 
 async def _texts(http: httpx.AsyncClient, tokens: int) -> list[str]:
     """The texts of all answers; all requests are open at the same time."""
-    asked = [_asked(number, tokens) for number in range(_REQUESTS)]
+    bodies = [_asked(number, tokens) for number in range(_REQUESTS)]
     answers = await asyncio.gather(
-        *(http.post("/v1/chat/completions", json=body, timeout=120) for body in asked)
+        *(http.post("/v1/chat/completions", json=body, timeout=120) for body in bodies)
     )
     refused = [answer.text for answer in answers if answer.status_code != 200]
     assert not refused, refused
     return [
         said(answer.text) if body["stream"] else answer.json()["choices"][0]["message"]["content"]
-        for body, answer in zip(asked, answers, strict=True)
+        for body, answer in zip(bodies, answers, strict=True)
     ]
 
 
 async def _generated(engine: httpx.AsyncClient) -> float:
     """Tokens that the engine has generated since it started, including open requests."""
     metrics = await engine.get("/metrics")
-    found = re.search(r'^jitney_rows_total\{kind="decode"\} (\S+)$', metrics.text, re.MULTILINE)
-    assert found is not None, metrics.text
-    return float(found[1])
+    match = re.search(r'^jitney_rows_total\{kind="decode"\} (\S+)$', metrics.text, re.MULTILINE)
+    assert match is not None, metrics.text
+    return float(match[1])
 
 
 async def texts_over_a_kill(
@@ -77,9 +77,9 @@ async def texts_over_a_kill(
     expected = await _texts(left, tokens)
     assert len(set(expected)) == _REQUESTS
     before = await _generated(killed)
-    asked = asyncio.create_task(_texts(fleet, tokens))
+    fleet_texts = asyncio.create_task(_texts(fleet, tokens))
     async with asyncio.timeout(100):
         while await _generated(killed) < before + _BEFORE_THE_KILL:
             await asyncio.sleep(0.01)
     kill()
-    return expected, await asked
+    return expected, await fleet_texts

@@ -242,8 +242,8 @@ def unlike(scheme: str, stored: str = "") -> np.ndarray:
         for path, array in expected(checkpoint, target, scheme).items():
             for number, shard in enumerate(state[path][...].addressable_shards):
                 own = np.asarray(shares.cut(path, np.asarray(array), number))
-                found = np.asarray(shard.data)
-                wrong += own.dtype != found.dtype or own.tobytes() != found.tobytes()
+                share = np.asarray(shard.data)
+                wrong += own.dtype != share.dtype or own.tobytes() != share.tobytes()
                 compared += 1
     return np.array([wrong, compared])
 
@@ -268,10 +268,17 @@ def sizes(scheme: str, devices: int, stored: str = "") -> np.ndarray:
     state = loaded(checkpoint, config, scheme, devices)
     count = checkpoint.count
     weights = [checkpoint.bytes_of(target) for target in checkpoint.targets]
-    kept = max(on_devices().values())
+    weight_bytes = max(on_devices().values())
     del state
     return np.array(
-        [count.read, sum(weights), count.most_live, max(count.beside.values()), max(weights), kept]
+        [
+            count.read,
+            sum(weights),
+            count.most_live,
+            max(count.beside.values()),
+            max(weights),
+            weight_bytes,
+        ]
     )
 
 
@@ -340,8 +347,8 @@ def fullest(scheme: str) -> np.ndarray:
         compiled = _run_on_each.lower(part, None, work=work, mesh=mesh).compile()
         memory = compiled.memory_analysis()
         assert memory is not None
-        taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        most.append((taken + memory.output_size_in_bytes, 2 * outs * ins))
+        input_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        most.append((input_bytes + memory.output_size_in_bytes, 2 * outs * ins))
     return np.array(most)
 
 
@@ -364,8 +371,8 @@ def fullest_stored(stored: str) -> np.ndarray:
         compiled = _run_on_each.lower(jax.tree.map(shape, read), None, work=work, mesh=mesh)
         memory = compiled.compile().memory_analysis()
         assert memory is not None
-        taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        most.append((taken + memory.output_size_in_bytes, 2 * outs * ins))
+        input_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        most.append((input_bytes + memory.output_size_in_bytes, 2 * outs * ins))
     return np.array(most)
 
 

@@ -78,11 +78,11 @@ def main(paths: list[str]) -> None:
     import tvm_ffi
 
     tiled, hopper = (tvm_ffi.load_module(str(Path(path).resolve())) for path in paths)
-    found = [
+    cases = [
         {**case, "fa2": tiled_lists(tiled, case), "fa3": hopper_lists(hopper, case)}
         for case in CASES
     ]
-    text = json.dumps({"processors": PROCESSORS, "cases": found}, indent=None)
+    text = json.dumps({"processors": PROCESSORS, "cases": cases}, indent=None)
     OUTPUT.write_text(text.replace(', "fa', ',\n "fa').replace(', {"heads', ',\n{"heads') + "\n")
 
 

@@ -102,24 +102,24 @@ def greedy(model, lengths: list[int]) -> dict[str, list[list[float]]]:
 
 def in_mxfp4(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The tensors of a file whose experts [X, I, O] are in MXFP4."""
-    found = {}
+    stored_shapes = {}
     for key, shape in shapes.items():
         if key.endswith("_proj"):
             experts, inputs, outputs = shape
-            found[f"{key}_blocks"] = experts, outputs, inputs // 32, 16
-            found[f"{key}_scales"] = experts, outputs, inputs // 32
+            stored_shapes[f"{key}_blocks"] = experts, outputs, inputs // 32, 16
+            stored_shapes[f"{key}_scales"] = experts, outputs, inputs // 32
         else:
-            found[key] = shape
-    return found
+            stored_shapes[key] = shape
+    return stored_shapes
 
 
 def in_fp8(shapes: dict[str, tuple[int, ...]], left_out: list[str]) -> dict[str, tuple[int, ...]]:
     """The tensors of a file whose matrices are in fp8, except those left out; and scales."""
-    kept = tuple(f"{name}.weight" for name in ("embed_tokens", *left_out))
+    unquantised = tuple(f"{name}.weight" for name in ("embed_tokens", *left_out))
     scales = {
         f"{key}_scale_inv": tuple(-(-size // 128) for size in shape)
         for key, shape in shapes.items()
-        if len(shape) == 2 and not key.endswith(kept)
+        if len(shape) == 2 and not key.endswith(unquantised)
     }
     return dict(shapes) | scales
 

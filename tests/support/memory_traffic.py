@@ -186,11 +186,11 @@ class Reader:
 
     def fused_operations(self, inner: Computation) -> list[float]:
         """Operations of each instruction inside a fusion."""
-        found = []
+        counts = []
         for part in inner.instructions.values():
             nested = self.fused_operations(self.module.called(part)) if part.op == "fusion" else []
-            found.append(operations(inner, part) + sum(nested))
-        return found
+            counts.append(operations(inner, part) + sum(nested))
+        return counts
 
     def read(self, inner: Computation, source: Instruction) -> float:
         """Bytes that a fusion reads of one of its parameters, or of a regrouped parameter."""
@@ -247,13 +247,13 @@ class Reader:
     def conditional(self, made: Instruction) -> Account:
         """The account of the branch that moves least."""
         names = re.search(r"branch_computations=\{([^}]*)\}", made.attributes)
-        found = (
+        branches = (
             re.findall(r"%?([\w.\-]+)", names.group(1))
             if names
             else [made.calls("true_computation"), made.calls("false_computation")]
         )
         return min(
-            (self.computation(self.module.computations[name]) for name in found),
+            (self.computation(self.module.computations[name]) for name in branches),
             key=lambda a: a.bytes,
         )
 
@@ -261,15 +261,15 @@ class Reader:
         """The account of a library's product, or of our kernel by `kernel_cost`."""
         if is_hint(made):
             return Account()
-        taken = [array for source in where.inputs(made) for array in source.arrays]
+        operands = [array for source in where.inputs(made) for array in source.arrays]
         if made.quoted("custom_call_target").startswith(
             PRODUCTS
         ):  # its second result is a workspace
             result = made.arrays[0]
-            moved = result.nbytes + sum(array.nbytes for array in taken)
-            return Account(moved, library_operations(made, taken), moved={made.name: moved})
+            moved = result.nbytes + sum(array.nbytes for array in operands)
+            return Account(moved, library_operations(made, operands), moved={made.name: moved})
         name = kernel_name(made)
-        moved, done = self.kernel_cost(name, taken, list(made.arrays))
+        moved, done = self.kernel_cost(name, operands, list(made.arrays))
         return Account(moved, done, kernels={name: 1}, moved={made.name: moved})
 
 

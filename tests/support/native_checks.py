@@ -147,8 +147,8 @@ def check_products(size_in: int, size_out: int, dtype: str) -> None:
     for i, x in enumerate(batches):
         exact = np.asarray(x, np.float64) @ wide
         close = 1e-5 * np.abs(exact).max()
-        for found in (as_it_comes[i], packed[i]):
-            np.testing.assert_allclose(found, exact, rtol=0, atol=close)
+        for product in (as_it_comes[i], packed[i]):
+            np.testing.assert_allclose(product, exact, rtol=0, atol=close)
         gates, ups = np.split(exact, 2, axis=1)
         silu = gates / (1 + np.exp(-gates)) * ups
         result = np.asarray(gated[i], np.float64)
@@ -171,14 +171,14 @@ def check_int8(size_in: int, size_out: int, dtype: str) -> None:
     x = np.array(numbers(8, dtype, 133, size_in))
     x[2] = 0
     x[3] *= np.asarray(1e-36, x.dtype)
-    wanted = definitions.matmul_int8(x, codes, scale)
+    defined = definitions.matmul_int8(x, codes, scale)
     gated = definitions.gated(definitions.matmul_int8(x, codes, scale))
     packed = jax.jit(products.INT8.pack, static_argnums=1)
     plain_weights = Int8(packed(codes, 1), jax.device_put(scale))
     split_weights = Int8(packed(codes, 2), jax.device_put(scale))
     assert plain_weights.kernel.ndim == split_weights.kernel.ndim == 4
     whole = np.asarray(jax.jit(products.INT8.matmul)(x, plain_weights))
-    np.testing.assert_array_equal(whole, wanted)
+    np.testing.assert_array_equal(whole, defined)
     assert not whole[2:4].any()
     rounding = 2**-8 if dtype == "bfloat16" else 1e-5
     whole_gated = np.asarray(jax.jit(products.INT8.gated)(x, split_weights))
@@ -213,9 +213,9 @@ def check_padding(dtype: str) -> None:
         for count in (0, 1, 7, 8, 13, 100, 128, most):
             strange = x.copy()
             strange[count:] = np.nan
-            found = np.asarray(counted(strange, weights, jnp.int32(count)))
-            np.testing.assert_array_equal(found[:count], whole[:count])
-            assert (found[count:] == 0).all()
+            result = np.asarray(counted(strange, weights, jnp.int32(count)))
+            np.testing.assert_array_equal(result[:count], whole[:count])
+            assert (result[count:] == 0).all()
 
 
 def check_projection(words: int, size: int, dtype: str) -> None:

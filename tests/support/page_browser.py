@@ -160,8 +160,8 @@ def faults(page, axe: Any, scheme: str = "light") -> dict[str, list[str]]:
     if scheme == "dark":
         rules = ["color-contrast", "link-in-text-block"]
         options["runOnly"] = {"type": "rule", "values": rules}
-    found = axe.run(page, options=options).response["violations"]
-    return {rule["id"]: [node["html"] for node in rule["nodes"]] for rule in found}
+    violations = axe.run(page, options=options).response["violations"]
+    return {rule["id"]: [node["html"] for node in rule["nodes"]] for rule in violations}
 
 
 def press(page, *keys: str) -> None:

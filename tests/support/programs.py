@@ -41,13 +41,13 @@ class PartsWhenUsed(StepParts):
         return partial(super()._lower_scores, *arguments)
 
     def _submit(self, pool: Executor, lowered: Lowered | Callable[[], Lowered]) -> Future[Any]:
-        kept: list[Compiled] = []
+        compiled: list[Compiled] = []
 
         def run(*arguments: Any) -> Any:
-            if not kept:
+            if not compiled:
                 own = lowered if isinstance(lowered, Lowered) else lowered()
-                kept.append(self._program.compile(own))
-            return kept[0](*arguments)
+                compiled.append(self._program.compile(own))
+            return compiled[0](*arguments)
 
         part: Future[Any] = Future()
         part.set_result(run)

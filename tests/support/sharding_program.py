@@ -126,8 +126,8 @@ def logits(
     def step(leaves: Any, kv: Any, seat_tokens: Any, packed: Any) -> jax.Array:
         inputs, _ = seat_tokens.fill(layout.split(packed))
         logits_of, _, _ = program.forward(leaves, kv, inputs)
-        found = logits_of(inputs.logit_rows)
-        return TENSOR.side_by_side(found) if mesh is not None else found
+        row_logits = logits_of(inputs.logit_rows)
+        return TENSOR.side_by_side(row_logits) if mesh is not None else row_logits
 
     args = leaves, kv.kv, kv.seat_tokens, one_prompt(layout, tokens)
     if mesh is not None:
@@ -228,11 +228,11 @@ def served(family: str, devices: int, ahead: bool = False) -> dict[str, np.ndarr
     are text: see `generated`; tokens: of six prompts, greedy, sampled, and under a grammar, int
     [18, 12]; compiles: number of compilations since the engine started.
     """
-    kept: list[LLM] = []
+    engines: list[LLM] = []
 
     def load(config: Config) -> LLM:
-        kept.append(load_llm(config))
-        return kept[0]
+        engines.append(load_llm(config))
+        return engines[0]
 
     with (
         mock.patch.object(generate, "load_llm", load),
@@ -241,7 +241,7 @@ def served(family: str, devices: int, ahead: bool = False) -> dict[str, np.ndarr
         many_heads(),
     ):
         text = generated(family, devices)
-        (llm,) = kept
+        (llm,) = engines
         rows = tokens(llm)
     count = f"{devices} x " if devices > 1 else ""
     assert (llm.info.device.tensor_parallel, llm.info.device.name) == (
@@ -266,8 +266,8 @@ def served_at_once(family: str, devices: int) -> dict[str, np.ndarray]:
 
     kernels = replace(KERNELS, experts=counted)
     with mock.patch.object(setup, "select", lambda platform, name, heads: kernels):
-        found = served(family, devices)
-    return found | {"calls": np.array(len(calls))}
+        results = served(family, devices)
+    return results | {"calls": np.array(len(calls))}
 
 
 def tokens(llm: LLM) -> np.ndarray:
@@ -369,8 +369,8 @@ def in_fp8(family: str, devices: int, shares: int) -> dict[str, np.ndarray]:
         outputs = llm.generate(prompts, params)
         proved = [proof.ok for proof in llm.info.kernels.proofs if proof.kernel == "fp8 product"]
         llm.close()
-    found = np.array([output.outputs[0].token_ids for output in outputs])
-    return {"tokens": found, "calls": np.array(len(calls)), "proved": np.array(proved)}
+    token_ids = np.array([output.outputs[0].token_ids for output in outputs])
+    return {"tokens": token_ids, "calls": np.array(len(calls)), "proved": np.array(proved)}
 
 
 def fp8_product(devices: int, by_inputs: bool) -> dict[str, np.ndarray]:

@@ -257,15 +257,15 @@ def check_experts(case: ExpertCase, kernels: TritonKernels = KERNELS) -> dict[st
     """Greatest error of the outputs against numpy, in standard deviations of their rows; number of
     padding places that were written.
     """
-    given = make_experts(case)
+    inputs = make_experts(case)
     find = jax.jit(kernels.experts, static_argnums=4)
-    args = given.x, given.opening, given.closing, given.blocks
-    found = np.asarray(find(*args, case.activation))
-    wanted = definitions.experts(*args, case.activation)
-    nobody = np.setdiff1d(np.arange(len(found)), given.real)
+    args = inputs.x, inputs.opening, inputs.closing, inputs.blocks
+    outputs = np.asarray(find(*args, case.activation))
+    expected = definitions.experts(*args, case.activation)
+    nobody = np.setdiff1d(np.arange(len(outputs)), inputs.real)
     return {
-        "error": distance(found[given.real], wanted[given.real]),
-        "written": int(np.isfinite(found[nobody]).sum()),
+        "error": distance(outputs[inputs.real], expected[inputs.real]),
+        "written": int(np.isfinite(outputs[nobody]).sum()),
     }
 
 
@@ -301,19 +301,19 @@ def experts_alone() -> dict[str, Any]:
     bit of numpy's products depends on a row's position in the tile, unlike on a GPU.
     """
     case = ExpertCase(rows=40)
-    given = make_experts(case)
+    inputs = make_experts(case)
     find = jax.jit(KERNELS.experts, static_argnums=4)
     together = np.asarray(
-        find(given.x, given.opening, given.closing, given.blocks, case.activation)
+        find(inputs.x, inputs.opening, inputs.closing, inputs.blocks, case.activation)
     )
     same = []
-    for place in given.real[::5]:
+    for place in inputs.real[::5]:
         alone = np.full(case.block, 1, np.int32)
         alone[place % case.block] = 0
-        owner = given.blocks.experts[place // case.block]
+        owner = inputs.blocks.experts[place // case.block]
         blocks = ExpertBlocks(*map(jnp.asarray, (alone, [owner], 1)))
-        x = given.x[given.blocks.rows[place]][None]
-        answers = find(x, given.opening, given.closing, blocks, case.activation)
+        x = inputs.x[inputs.blocks.rows[place]][None]
+        answers = find(x, inputs.opening, inputs.closing, blocks, case.activation)
         own = np.asarray(answers)[place % case.block]
         same.append(bool((own == together[place]).all()))
     return {"same": same}
@@ -357,8 +357,8 @@ def check_threshold(
     top_p = rng.choice([1.0, 0.95, 0.9, 0.5, 1e-6], rows).astype(np.float32)
     top_k[0], top_p[0] = 0, 1.0
     search = jax.jit(functools.partial(top_k_top_p.search, Interpreted(), most=most))
-    found = search(scaled, top_k, top_p)
-    floor, states = np.asarray(found.floor), np.asarray(found.states)
+    result = search(scaled, top_k, top_p)
+    floor, states = np.asarray(result.floor), np.asarray(result.states)
     finite = ~np.isnan(scaled).any(1)
     wrong = [
         s
@@ -384,9 +384,9 @@ def cut_by_sorting(row: np.ndarray, k: int, p: float) -> float:
     last = best[k - 1] if 0 < k < len(row) else -np.inf
     if p == 1.0:
         return float(last)
-    kept = best[best >= last]
-    mass = np.cumsum(np.floor(np.exp(kept).astype(np.float64) * 2.0**33 + 0.5))
-    return float(kept[np.searchsorted(mass, p * mass[-1])])
+    top = best[best >= last]
+    mass = np.cumsum(np.floor(np.exp(top).astype(np.float64) * 2.0**33 + 0.5))
+    return float(top[np.searchsorted(mass, p * mass[-1])])
 
 
 def whole_model() -> dict[str, Any]:
@@ -439,7 +439,7 @@ def whole_model() -> dict[str, Any]:
         rows = jnp.concatenate([hidden.states[: batch.n_rows], after.states[:3]])
         logits.append(np.asarray(model.logits(Hidden(rows), kernels)))
     *ours, expected = logits
-    return {"error": max(float(np.abs(found - expected).max()) for found in ours)}
+    return {"error": max(float(np.abs(output - expected).max()) for output in ours)}
 
 
 def sampled_tokens() -> dict[str, Any]:
@@ -466,11 +466,11 @@ def sampled_tokens() -> dict[str, Any]:
         SAMPLING.columns(jnp.asarray(words)), jnp.zeros(n, jnp.int32), jnp.full(n, 4, jnp.int32)
     )
     logits = rng.standard_normal((n, vocab), np.float32) * 2
-    found = [
+    drawn = [
         np.asarray(jax.jit(Sampler(search).sample)(logits, rows, SeatState.empty(4, vocab)).tokens)
         for search in (KERNELS.threshold, None)
     ]
-    return {"other": int((found[0] != found[1]).sum()), "distinct": len(set(found[1].tolist()))}
+    return {"other": int((drawn[0] != drawn[1]).sum()), "distinct": len(set(drawn[1].tolist()))}
 
 
 #: Cases of the tables that other cases cover: only a bench runs them.

@@ -116,8 +116,8 @@ def assemble(ptx: str, sm: int) -> tuple[int, int]:
         "-o",
         "/dev/null",
     ]
-    said = subprocess.run(
+    report = subprocess.run(
         command, input=ptx, capture_output=True, text=True, check=True, timeout=300
     ).stderr
-    registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
-    return registers, sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
+    return registers, sum(map(int, re.findall(r"(\d+) bytes spill", report)))

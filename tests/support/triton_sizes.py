@@ -95,12 +95,12 @@ def attends(decode: list[int], prompts: list[tuple[int, int]], seats: int = 0) -
     assert offset * PAGE * 2 * K * D >= TOO_MANY
     large[offset:] = small
     q = RANDOM.standard_normal((rows, 3 * K, D), np.float32).astype(np.float16)
-    found = []
+    outputs = []
     for pool, move in ((small, 0), (large, offset)):
         meta: Any = AttentionMeta(kv_lens, cu_q, table + move, writes, positions, totals)
-        found.append(np.asarray(KERNELS.attend(q, pool, meta, scale=0.125)))
+        outputs.append(np.asarray(KERNELS.attend(q, pool, meta, scale=0.125)))
     real = slice(0, sum(counts))
-    return bool((found[0][real] == found[1][real]).all() and found[0][real].any())
+    return bool((outputs[0][real] == outputs[1][real]).all() and outputs[0][real].any())
 
 
 def as_defined() -> bool:
@@ -256,9 +256,9 @@ def meets_experts(n_experts: int, columns: int, blocks: int) -> bool:
     )
     wide = x.astype(np.float32)[[2, 0, 1]]
     gate, up = wide @ gates.astype(np.float32), wide @ ups.astype(np.float32)
-    wanted = gate / (1 + np.exp(-gate)) * up
-    apart = np.abs(y[-block : -block + 3, :16] - wanted)
-    return bool((apart < 1e-2 + 2e-3 * np.abs(wanted)).all())
+    expected = gate / (1 + np.exp(-gate)) * up
+    apart = np.abs(y[-block : -block + 3, :16] - expected)
+    return bool((apart < 1e-2 + 2e-3 * np.abs(expected)).all())
 
 
 CASES = {

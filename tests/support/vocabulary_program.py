@@ -138,19 +138,19 @@ def compared(mesh: Mesh) -> dict[str, np.ndarray]:
     mesh's sampler returns.
     """
     one, several = sampler(None), sampler(mesh)
-    found: dict[str, np.ndarray] = {}
+    results: dict[str, np.ndarray] = {}
     for name, case in CASES.items():
         args = arguments(case)
         (alone, seats), (split, split_seats) = one(*args), several(*args)
         for part, pair in zip(PARTS, zip(alone, split, strict=True), strict=True):
-            found[f"{name} {part}"] = np.stack(pair)
+            results[f"{name} {part}"] = np.stack(pair)
         before = np.asarray(args[2].counts)
-        found[f"{name} counted"] = np.stack(
+        results[f"{name} counted"] = np.stack(
             [np.sum(after.counts - before, axis=0) for after in (seats, split_seats)]
         )
     shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", several.as_text())
     widest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
-    return found | {"gather": np.array(widest)}
+    return results | {"gather": np.array(widest)}
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ class Receiver(ThreadingHTTPServer):
 
     def take(self, headers: dict[str, str], body: bytes) -> bool:
         with self._lock:
-            taken = not self._fails(len(self.came) + 1)
-            self.came.append(Message(headers, body, taken))
-        return taken
+            accepted = not self._fails(len(self.came) + 1)
+            self.came.append(Message(headers, body, accepted))
+        return accepted
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -57,8 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        taken = self.server.take(dict(self.headers), body)
-        self.send_response(200 if taken else 500)
+        accepted = self.server.take(dict(self.headers), body)
+        self.send_response(200 if accepted else 500)
         self.send_header("content-length", "0")
         self.end_headers()
 
