@@ -230,7 +230,7 @@ def _present_rows(kernels: KernelSet, sizes: Sequence[int]) -> _Counts:
 
 
 def _counting(product: _Product, kernels: KernelSet, count: Any) -> _Product:
-    """The same product of only a step's first `count` rows; of all rows if count is None."""
+    """The product of only a step's first `count` rows; of all rows if count is None."""
     if count is None:
         return product
     return _product_of(kernels.of_rows(count), product.matrix)

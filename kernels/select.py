@@ -126,8 +126,8 @@ def _native() -> KernelSet:
 
 
 def with_product_rows(kernels: KernelSet, rows: int) -> KernelSet:
-    """The same set, which multiplies up to `rows` rows with its own kernels, and more rows with
-    XLA's, if weights are not packed. Sets without this choice are returned unchanged.
+    """The set changed so that, if weights are not packed, its own kernels multiply up to `rows`
+    rows and XLA multiplies more. Sets without this choice are returned unchanged.
     """
     if kernels.name != "native":
         return kernels

@@ -55,7 +55,7 @@ _MARK = "jitney kernel sources "
 class BuildError(RuntimeError):
     """The kernels cannot be compiled here."""
 
-    #: What to do without a compiler.
+    #: Advice for a machine without a compiler.
     advice = (
         "install g++ or clang++, or pip install ziglang, then run: "
         "python -m jitney.kernels.cpu.build"
@@ -146,7 +146,7 @@ class Level:
             _move(linked, target)
 
 
-#: Name of a machine in the system -> its name here.
+#: Name of a machine in the operating system -> its name here.
 _MACHINES = {"x86_64": "x86_64", "AMD64": "x86_64", "aarch64": "aarch64"}
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

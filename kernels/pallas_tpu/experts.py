@@ -56,7 +56,7 @@ def experts(
     interpret: Interpret = False,
 ) -> jax.Array:
     """See `jitney.kernels.interface.ExpertProducts`."""
-    # A row of zeros for padding: filling in zeros behind the gather would be another pass.
+    # A row of zeros for padding: filling in zeros after the gather would take another pass.
     rows = jnp.pad(x, ((0, 1), (0, 0))).at[blocks.rows].get(mode="promise_in_bounds")
     columns = opening.kernel.shape[-1]
     inner = opened_size(columns, activation)

@@ -69,8 +69,8 @@ class _Chip(NamedTuple):
     rows: int  # as in `_BlockSizes`; float32 sums and scores of 2048 take 2 MiB each
 
 
-#: By chip, whose bandwidth and operations per byte are: 819 GB/s and 240; 1,640 and 560; 3,690 (one
-#: of a chip's two devices) and 310.
+#: Properties by chip. Bandwidth and operations per byte: 819 GB/s and 240; 1,640 and 560; 3,690
+#: (one of a chip's two devices) and 310.
 _CHIPS = {
     "v5e": _Chip(2 << 20, 2048),
     "v6e": _Chip(4 << 20, 4096),

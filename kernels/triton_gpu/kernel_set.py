@@ -970,7 +970,7 @@ def _power_of_two(n: int) -> int:
 
 
 def _head_tiles(n_heads: int, itemsize: int) -> int:
-    """How many tiles the query heads of one key head are divided into, evenly."""
+    """Number of tiles into which the query heads of one key head are divided evenly."""
     most = min(n_heads, LATENT_HEADS[itemsize])
     return n_heads // max(size for size in range(1, most + 1) if n_heads % size == 0)
 

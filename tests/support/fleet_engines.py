@@ -1,4 +1,4 @@
-"""Fake engines behind a fleet: real servers on their own ports, which a test can make die."""
+"""Fake engines of a fleet: real servers on their own ports, which a test can make die."""
 
 from __future__ import annotations
 

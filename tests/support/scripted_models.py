@@ -129,7 +129,7 @@ def chat(model: str, text: str = "hello", **fields: Any) -> ProxiedRequest:
 
 
 def in_background(request: ProxiedRequest) -> ProxiedRequest:
-    """The same request in the background, like a line of a batch."""
+    """The request marked as background, like a line of a batch."""
     return replace(request, headers=[(b"x-jitney-background", b"1")])
 
 
