@@ -1,4 +1,4 @@
-"""How waiting sequences get seats and pages."""
+"""Boarding: gives seats and pages to waiting sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jitney.engine.core.scheduler.sequence import Sequence
 
 
 class Boarding:
-    """Seats waiting sequences, as the policy and the pages allow."""
+    """Seats waiting sequences if the policy and the free pages allow it."""
 
     def __init__(
         self,
@@ -33,24 +33,26 @@ class Boarding:
         self._demand = demand
         self._preemption = preemption
         self._passing = passing
-        #: Whether a request can still come before an open one has ended; the caller of the engine
+        #: Whether a request can still arrive before an open one ends; the caller of the engine
         #: writes it.
         self.more_to_come = True
 
     def allowed(self, now: float) -> int:
-        """How many waiting live sequences the policy lets board now."""
+        """Number of waiting live sequences that the policy lets board now."""
         return self._policy.boarders(self._situation(now)) if self._queue.waiting else 0
 
     def pause(self, now: float) -> float:
-        """Seconds in which no plan is possible because the policy lets all wait; 0 if one is."""
+        """Seconds during which no plan is possible because the policy lets all sequences wait; 0 if
+        a plan is possible now.
+        """
         if self._seats.n_taken or not self._queue.waiting:
             return 0.0
         wakes = self._policy.boards_at(self._situation(now))
         return max(0.0, min(wakes, self._sequences.requests.next_deadline) - now)
 
     def _situation(self, now: float) -> Situation:
-        # A sequence that is about to end may be followed by another: a closed loop's next request
-        # comes then.
+        # When a sequence is about to end, another request may follow: in a closed loop, a client
+        # sends its next request then.
         more = self.more_to_come or bool(self._sequences.leaving)
         return Situation(
             now,
@@ -62,22 +64,22 @@ class Boarding:
         )
 
     def seat_next(self, requests: RequestClass, draft: Draft, now: float) -> Sequence | None:
-        """The head of a queue takes a seat; None if it cannot yet, and then it holds up those
-        behind.
+        """Seat the head of a queue and return it. None if it cannot board yet; the sequences behind
+        it then wait too.
         """
         seq = requests.queue.head()
         if seq is None or seq.in_flight:
             return None
         if self._limits.encoder and len(seq.tokens) > draft.tokens_left:
-            return None  # the next step takes it whole
+            return None  # an encoder's prompt is not split: it goes into the next step
         boards = self.seat(seq, draft, now)
         if not seq.background:
             self._sequences.short_of_pages = not boards
         return seq if boards else None
 
     def seat(self, seq: Sequence, draft: Draft, now: float) -> bool:
-        """Whether a waiting sequence finds pages and takes a seat. Not while its token is in flight
-        since a preemption: it would be sampled a second time.
+        """Give a waiting sequence pages and a seat; returns whether it got them. A preempted
+        sequence does not board while its token is in flight: it would be sampled a second time.
         """
         if seq.in_flight or not self.take_seat(seq, draft, now):
             return False
@@ -86,27 +88,28 @@ class Boarding:
         return True
 
     def take_seat(self, seq: Sequence, draft: Draft, now: float, *, instead: bool = False) -> bool:
-        """Pages and a seat for a sequence; False if there are too few pages. instead: it replaces
-        another, so that there is not one more.
+        """Give a sequence pages and a seat; False if there are too few pages. instead: it replaces
+        another sequence, so the number of seated sequences does not grow.
         """
 
         def lasts(fresh: int) -> bool:
-            """Else it, or another one, would soon be preempted."""
+            """Whether the pages last, so that no sequence would soon be preempted."""
             if instead or self._demand.lasts(seq, fresh):
                 return True
             return self._preemption.too_long_stalled(seq, now)
 
-        found = self._sequences.pages.take(seq, self._seats.n_taken, lasts)
-        if found is None:
+        cached_tokens = self._sequences.pages.take(seq, self._seats.n_taken, lasts)
+        if cached_tokens is None:
             return False
-        draft.cached_tokens += found
+        draft.cached_tokens += cached_tokens
         self._sequences.seat(seq, now)
         draft.boarded.append(seq)
         return True
 
     def make_way(self, draft: Draft, now: float) -> Sequence | None:
-        """The sequence of a tenant with less than its share that takes a seat before others: one
-        that is free, or that another sequence has just lost for it. None while no tenant has more.
+        """The claimant: the sequence of a tenant with less than its share of the seats, which takes
+        a seat before others. The seat is free, or another sequence is preempted for it here. None
+        while no tenant has more than its share.
         """
         if not self._queue.waiting:
             return None
@@ -114,7 +117,7 @@ class Boarding:
         if claimant is None or claimant.in_flight:
             return None
         if self._seats.free:
-            # Pages are for those that lost theirs first.
+            # Preempted sequences that wait for pages go first.
             others = self._queue.crowding(self._seats.count)
             return claimant if others and not self._sequences.lacks_pages else None
         displaced = self._preemption.for_claimant(claimant, now)

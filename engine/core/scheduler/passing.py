@@ -1,11 +1,11 @@
-"""Which prompts may be computed before longer ones that came first.
+"""Passing: lets short prompts be computed before longer ones that arrived first.
 
-Prompts are computed in boarding order, one after another. A short one may pass those before it:
-its rows fit one step and are few beside theirs. Passing is paid for, in rows, out of a budget that
-grows by `_SHARE` of all prompt rows computed while some prompt waits, and that holds one step at
-most: the rows that pass, and the cost of a step that has no others. So over any stretch of steps
-longer prompts keep the rest of the rows, less one step's; a short prompt that finds too little
-saved keeps its place by arrival. Neither kind starves.
+Prompts are computed in boarding order, one after another. A short prompt may pass the ones before
+it if its rows fit one step and are few compared with theirs. A budget of rows pays for this: for
+the rows that pass, and for the fixed cost of a step that has no other prompt rows. The budget grows
+by `_SHARE` of all prompt rows computed while some prompt waits, and holds at most one step's rows.
+So over any series of steps longer prompts get all other rows, less one step's; a short prompt for
+which the budget is too small keeps its place by arrival. Neither kind starves.
 
 Shortest remaining first is Schrage, A Proof of the Optimality of the Shortest Remaining Processing
 Time Discipline, 1968; the bounded budget is a token bucket.
@@ -15,41 +15,41 @@ from __future__ import annotations
 
 import math
 
-#: A prompt is short beside those before it if it has at most so large a share of their rows.
+#: A prompt is short if it has at most this share of the rows of the prompts before it.
 _MUCH_SHORTER = 0.25
-#: Of the rows computed while some prompt waits, those that short ones may take before longer ones.
+#: Share of the rows computed while some prompt waits that short prompts may take.
 _SHARE = 0.15
-#: Of the token budget: the rows that could be computed in the time that a step takes whatever its
-#: rows, which comes once more where short prompts have a step of their own. A full step takes 10 to
-#: 20 times as long on a CPU, 14 times on an H100.
+#: Price of a step with only short prompts, as a share of the token budget: the rows that could be
+#: computed in the fixed time of a step, which is spent once more. A full step takes 10 to 20 times
+#: that fixed time on a CPU, 14 times on an H100.
 _PRICE = 0.125
-#: A prompt of at most this share of the token budget lets others like it be expected, for so many
-#: seconds.
+#: After a prompt of at most this share of the token budget, more short prompts are expected for
+#: this many seconds.
 _SHORT, _EXPECTED_S = 0.25, 10.0
 
 
 class Passing:
-    """Counts the rows that short prompts may still take before longer ones."""
+    """The budget of rows that short prompts may still take before longer ones."""
 
     def __init__(self, token_budget: int):
         """token_budget: the most rows of one step."""
         self._token_budget = token_budget
-        # Rows that may be taken, at most the token budget.
+        # Rows that short prompts may take, at most the token budget.
         self._saved = float(token_budget)
-        # Until when short prompts are expected, clock seconds.
+        # Clock seconds until which short prompts are expected.
         self._expected_until = -math.inf
 
     def longest(self, rows_first: int) -> int:
-        """The most rows of a prompt that may pass so many rows of those before it now; 0 where
-        these are computed in one step anyhow.
+        """The most rows of a prompt that may pass now. rows_first: rows of the prompts before it;
+        if these fit one step no prompt passes them, and the result is 0.
         """
         if rows_first <= self._token_budget:
             return 0
         return int(min(self._saved, _MUCH_SHORTER * rows_first))
 
     def rows_until(self, rows: int, rows_first: int, shorter: int) -> float:
-        """Rows computed before a prompt of so many passes `rows_first` rows, behind `shorter` ones
-        that pass before it; inf if it is not short.
+        """Rows that are computed before a prompt of `rows` rows passes `rows_first` rows; inf if it
+        is not short. shorter: rows of the prompts that pass before it.
         """
         if rows_first <= self._token_budget:
             return math.inf
@@ -58,9 +58,9 @@ class Passing:
         return shorter + max(0.0, rows + shorter - self._saved) / _SHARE
 
     def spend(self, rows: int, left: int) -> int:
-        """Short prompts take so many rows of a step, which leaves others. -> how many of these
-        longer ones may have: none where a step of their own can be paid for, so that their first
-        tokens do not wait for a long one's rows; else all.
+        """Take `rows` rows of short prompts from the budget. left: rows that still fit the step. ->
+        how many of these longer prompts may have: none if the budget can pay for a step with only
+        short prompts, whose first tokens then do not wait for a long prompt's rows; else all.
         """
         self._saved -= rows
         price = _PRICE * self._token_budget
@@ -70,16 +70,16 @@ class Passing:
         return 0
 
     def save(self, rows: int) -> None:
-        """A step with so many prompt rows is planned in which some prompt has to wait."""
+        """Grow the budget: a step with `rows` prompt rows is planned while some prompt waits."""
         self._saved = min(float(self._token_budget), self._saved + _SHARE * rows)
 
     def board(self, rows: int, now: float) -> None:
-        """A prompt with so many rows to compute takes a seat."""
+        """Note that a prompt with `rows` rows to compute takes a seat."""
         if rows <= _SHORT * self._token_budget:
             self._expected_until = now + _EXPECTED_S
 
     def expects(self, rows: int, now: float) -> bool:
-        """Whether steps are to be brief while a prompt of so many rows is computed, since short
-        prompts have come of late.
+        """Whether steps should be brief while a prompt of `rows` rows is computed, because short
+        prompts have arrived recently.
         """
         return rows > self._token_budget and now < self._expected_until

@@ -1,4 +1,4 @@
-"""The plan of one step: counts and references, no device, no arrays."""
+"""The plan of one step, its draft and its result: counts and references, without device arrays."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ if TYPE_CHECKING:
     from jitney.engine.core.scheduler.sequence import Sequence
 
 
-#: Rows that a prompt row counts for whose log-probabilities are asked for, while others decode: the
-#: output head and the best of all tokens take as long as the layers of a small model (1.7 to 2.2
-#: times a row's time with 49,152 tokens), and more with more tokens.
+#: Cost, in rows, of a prompt row that also needs log-probabilities, while others decode: the output
+#: head and the top tokens take as long as the layers of a small model (1.7 to 2.2 times a row's
+#: time with a vocabulary of 49,152 tokens), and longer with a larger vocabulary.
 _SCORED_ROW = 3
 
-#: In the place of a sampled token: the row read a draft that the row before did not sample.
+#: Value instead of a sampled token: the row read a draft that the row before it did not sample.
 REJECTED = -2
 
 
 class StepWork(NamedTuple):
     """The rows of one step and what they attend to."""
 
-    #: Decode rows: one for each sequence that decodes, and one for each draft.
+    #: Number of decode rows: one for each decoding sequence, and one for each draft.
     decode: int = 0
-    #: Prompt rows.
+    #: Number of prompt rows.
     prompt: int = 0
-    #: KV positions that the decode rows attend to, summed.
+    #: KV positions that the decode rows attend to, summed over the rows.
     keys: int = 0
-    #: The most that one of them attends to: rows attended in groups take as long as the longest.
+    #: KV positions of the decode row that attends to most: a group of rows takes as long as its
+    #: longest row.
     longest: int = 0
     #: Query-key pairs of the prompt rows.
     pairs: int = 0
 
     @classmethod
     def of(cls, chunks: list[Chunk]) -> StepWork:
-        """The work of some chunks, for plans made by hand; the scheduler counts while it plans."""
+        """Count the work of chunks, for plans made by hand; the scheduler counts as it plans."""
         ends = [chunk.end for chunk in chunks if chunk.decode]
         prompts = [chunk for chunk in chunks if not chunk.decode]
         return cls(
@@ -56,33 +57,34 @@ class StepWork(NamedTuple):
 class Chunk(msgspec.Struct, gc=False):
     """Rows [start, start + count) of one sequence in one step.
 
-    A struct, whose constructor is C: one is made for each row that decodes, and with a dataclass a
-    plan for 64 seats took 33 microseconds instead of 19 (AMD EPYC, Zen 5).
+    The class is a msgspec struct, because its constructor is C code and every decode row makes one:
+    with a dataclass a plan for 64 seats took 33 microseconds instead of 19 (AMD EPYC, Zen 5).
     """
 
     seq: Sequence
     #: Position of the first row.
     start: int
-    #: 1 for a decode row, whose token may still be on the device (start >= len(seq.tokens)).
+    #: Number of rows; 1 for a decode row, whose token may still be on the device (then
+    #: start >= len(seq.tokens)).
     count: int
-    #: It is a row of a sequence that generates, not of a prompt.
+    #: Whether this is a decode row of a generating sequence, not a part of a prompt.
     decode: bool
-    #: The last row's logits choose the next token.
+    #: Whether the next token is sampled from the last row's logits.
     sample: bool
-    #: Rows that bring prompt log-probabilities: those of the positions score_start ..
+    #: Number of rows that return prompt log-probabilities: those of the positions score_start ..
     #: score_start + scored - 1, each scored against the prompt token after it.
     scored: int = 0
-    #: First rows that had been computed before a preemption.
+    #: Number of leading rows that had been computed before a preemption.
     recomputed: int = 0
-    #: See `scored`.
+    #: First position of the rows counted by `scored`.
     score_start: int = 0
-    #: Its token does not count; see `Scheduler.sit_out`.
+    #: Whether its token is discarded; see `Scheduler.sit_out`.
     sits_out: bool = False
-    #: Which draft its row reads, from 1 (`engine.core.scheduler.speculation`); 0: none. The row's
-    #: position may be later than it says, by the drafts that the step before accepts.
+    #: Number of the draft that the row reads, from 1 (`engine.core.scheduler.speculation`); 0: no
+    #: draft. The real position may be after `start` by the drafts that the step before accepts.
     draft: int = 0
-    #: Its rows are output that had decode rows before, e.g. before a preemption: attention computes
-    #: each as a decode row, to the same bits.
+    #: Whether its rows recompute output that had decode rows before, e.g. before a preemption:
+    #: attention computes each as a decode row, to the same bits.
     again: bool = False
 
     @property
@@ -95,7 +97,7 @@ class Chunk(msgspec.Struct, gc=False):
 
     @property
     def pools(self) -> bool:
-        """Its rows are part of the vector of its prompt."""
+        """Whether its rows are part of its prompt's pooled vector."""
         pooling = self.seq.request.pooling
         return pooling == "mean" or (pooling is not None and self.end >= self.seq.n_prompt)
 
@@ -106,65 +108,62 @@ class Chunk(msgspec.Struct, gc=False):
 
 
 class MaskedRow(NamedTuple):
-    """A logit row of a sequence that is held to a grammar."""
+    """A logit row of a sequence that a grammar constrains."""
 
-    #: Among the plan's logit rows.
+    #: Index among the plan's logit rows.
     row: int
     chunk: Chunk
-    #: Noted at the plan: by the time its token is chosen the sequence may have left it.
+    #: Seat at planning time; the sequence may have left it when its token is chosen.
     seat: int
 
 
 def mask_words(vocab: int) -> int:
-    """int32 words of the mask of such a row: a bit for each token."""
+    """Number of int32 words in the mask of a logit row, which has one bit for each token."""
     return -(-vocab // 32)
 
 
 class Occupancy(NamedTuple):
     """How full the engine is while a step runs."""
 
-    #: Seats with a sequence in them; not those that a batch only keeps.
+    #: Number of seats with a sequence in them, without empty seats that a batch keeps.
     seats_busy: int = 0
-    #: Pages that sequences hold.
+    #: Number of pages that sequences hold.
     pages_used: int = 0
-    #: Pages that only serve the prefix cache.
+    #: Number of pages that only serve the prefix cache.
     pages_cached: int = 0
-    #: Sequences that wait for a seat.
+    #: Number of sequences that wait for a seat.
     waiting: int = 0
-    #: Prompt tokens of the requests none of whose sequences has boarded yet.
+    #: Prompt tokens of the requests of which no sequence has boarded yet.
     waiting_tokens: int = 0
 
 
 _EMPTY = Occupancy()
 
 
-# `list` and `set` stand alone below: `list[Chunk]()` takes several times as long.
-
-
 @dataclass(slots=True)
 class Draft:
-    """A plan in the making."""
+    """A plan while it is being made."""
 
-    #: Prompt rows that it can still take.
+    #: Number of prompt rows that still fit.
     tokens_left: int
-    #: Logit rows that it can still take.
+    #: Number of logit rows that still fit.
     rows_left: int
-    #: Rows taken so far, of both kinds, and those of them that decode.
+    #: Number of rows so far, and how many of them are decode rows.
     rows: int = 0
     n_decode: int = 0
     #: Padding rows that a batch needs.
     reserved: int = 0
-    #: See `StepWork`; counted while each chunk is at hand.
+    #: See `StepWork`; counted as chunks are added.
     keys: int = 0
     longest: int = 0
     pairs: int = 0
     #: See `Plan`.
     greedy_only: bool = True
-    #: One of its sequences is held to a grammar.
+    #: Whether a grammar constrains one of its sequences.
     masked: bool = False
-    #: Prompts whose rows go before those of longer ones that came first.
+    #: Short prompts whose rows go before those of longer prompts that arrived first.
     passed: set[Sequence] = field(default_factory=set["Sequence"])
-    #: This and the lists: see `Plan`.
+    #: See `Plan` for this field and the lists below.
     cached_tokens: int = 0
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     boarded: list[Sequence] = field(default_factory=list["Sequence"])
@@ -177,8 +176,9 @@ class Draft:
         return self.chunks[self.n_decode :]
 
     def add_decode_rows(self, sequences: list[Sequence]) -> None:
-        """One row for each of these, which come first in a step, long contexts first: kernels that
-        work in groups of rows then give short contexts to short ones' groups.
+        """Add one decode row for each sequence, as the first rows of the step. The sequences are in
+        descending order of context length: kernels that work on groups of rows then group short
+        contexts together.
         """
         chunks = self.chunks
         keys, greedy_only = 0, True
@@ -201,7 +201,7 @@ class Draft:
         self.rows_left -= len(sequences)
 
     def add_drafts(self, widths: dict[Sequence, int]) -> None:
-        """Behind the rows of these sequences, so many rows that read drafts."""
+        """Insert draft rows behind the decode rows. widths: draft rows by sequence."""
         chunks: list[Chunk] = []
         for row in self.chunks:
             chunks.append(row)
@@ -232,11 +232,11 @@ class Draft:
         self.rows_left -= drafts
 
     def add_chunk(self, seq: Sequence, most: int) -> bool:
-        """At most `most` of the next known tokens, as the step can take them; the last one's logits
-        are sampled. -> whether all are scheduled now.
+        """Add a chunk with at most `most` of the sequence's next known tokens, if they fit. The
+        logits of the last known token are sampled. -> whether all known tokens are scheduled now.
         """
-        start, known = seq.scheduled, len(seq.tokens)
-        count = min(known - start, most, self.tokens_left)
+        start, n_known = seq.scheduled, len(seq.tokens)
+        count = min(n_known - start, most, self.tokens_left)
         if count <= 0:
             return False
         own = seq.own_pages
@@ -248,10 +248,10 @@ class Draft:
             unscored = max(0, seq.scored - start)
             count = min(count, unscored + max(1, (self.tokens_left - unscored) // cost))
         end = start + count
-        # Positions before seq.scored have been scored: before a preemption, or for a prompt with
-        # the same first pages.
+        # Positions before seq.scored are scored already: before a preemption, or by another prompt
+        # with the same first pages.
         scored = max(0, min(end, seq.n_prompt - 1) - seq.scored) if seq.must_score else 0
-        is_last = end == known
+        is_last = end == n_known
         chunk = Chunk(
             seq,
             start,
@@ -272,12 +272,12 @@ class Draft:
         self.masked |= seq.matcher is not None
         seq.scored += scored
         seq.scheduled = end
-        if is_last:  # a pooled vector is in flight like a token
+        if is_last:  # a pooled vector counts as in flight, like a token
             seq.in_flight += 1
         return is_last
 
     def plan(self, number: int, bucket: Bucket, occupancy: Occupancy, *, background: bool) -> Plan:
-        """The finished plan. background: no client waits for any of its rows."""
+        """Build the finished plan. background: all its rows belong to background requests."""
         work = StepWork(
             decode=self.n_decode,
             prompt=self.rows - self.n_decode,
@@ -303,7 +303,7 @@ class Draft:
         )
 
     def _masked_rows(self) -> list[MaskedRow]:
-        """The logit rows of sequences that are held to a grammar."""
+        """The logit rows of sequences that a grammar constrains."""
         sampled = [chunk for chunk in self.chunks if chunk.sample]
         return [
             MaskedRow(row, chunk, chunk.seq.seat)
@@ -314,17 +314,17 @@ class Draft:
 
 @dataclass(slots=True)
 class Plan:
-    """One step. The pages of a seated sequence change in no other way than it says here."""
+    """One step. It lists every change to the pages of seated sequences."""
 
-    #: Rising from 1.
+    #: Number of the step, from 1.
     number: int
-    #: Decode rows first, then prompt chunks, of which those of output computed again come first.
+    #: Decode rows first, then prompt chunks; among these, recomputed output comes first.
     chunks: list[Chunk]
     #: The padded sizes of its program.
     bucket: Bucket
-    #: All its tokens are a bare argmax, so the executable without a sampler serves.
+    #: Whether all its tokens are a plain argmax, so that the executable without a sampler is used.
     greedy_only: bool
-    #: What its time depends on, beside the bucket.
+    #: The work that, beside the bucket, determines the step's time.
     work: StepWork
     #: Sequences that took their seat.
     boarded: list[Sequence] = field(default_factory=list["Sequence"])
@@ -334,34 +334,34 @@ class Plan:
     dropped: list[Sequence] = field(default_factory=list["Sequence"])
     #: Sequences that lost their seat.
     preempted: list[Sequence] = field(default_factory=list["Sequence"])
-    #: Prompt tokens of the boarded whose KV was found in pages.
+    #: Prompt tokens of the `boarded` sequences whose KV was found in pages.
     cached_tokens: int = 0
-    #: No client waits for any of its rows.
+    #: Whether all its rows belong to background requests.
     background: bool = False
-    #: Padding rows that a batch needs: prompts up to the longest, steps up to the batch's size.
+    #: Padding rows of a static batch: prompts up to the longest, steps up to the batch's size.
     reserved: int = 0
-    #: How full the engine was when it was planned.
+    #: How full the engine was at planning time.
     occupancy: Occupancy = _EMPTY
-    #: Logit rows whose tokens are chosen behind the step, under masks.
+    #: Logit rows whose tokens are chosen after the step, under grammar masks.
     masked: list[MaskedRow] = field(default_factory=list[MaskedRow])
 
-    # What became of its rows; `Results.commit` counts.
+    # Counts of rows by their outcome; `Results.commit` writes them.
     prefill: int = 0
     decode: int = 0
     recomputed: int = 0
-    #: Rows of sequences that had ended by themselves before.
+    #: Rows of sequences that had already ended by themselves.
     past_end: int = 0
     #: Rows of sequences that were ended from outside.
     cancelled: int = 0
-    #: Rows that read right drafts, and wrong ones.
+    #: Rows whose draft was accepted, and rejected.
     accepted: int = 0
     rejected: int = 0
-    #: Sequences that ended since the commit before.
+    #: Number of sequences that ended since the last commit.
     finished: int = 0
 
     @property
     def rows(self) -> int:
-        """Rows that carry a token; the bucket's other rows are padding."""
+        """Number of rows that carry a token; the bucket's other rows are padding."""
         return self.work.decode + self.work.prompt
 
     @property
@@ -374,17 +374,17 @@ class Plan:
 
     @property
     def logit_rows(self) -> int:
-        """Rows of the result: one of each decode row, then those of the prompt chunks."""
+        """Number of logit rows: one for each decode row, then those of the prompt chunks."""
         return self.n_decode + sum(chunk.logit_rows for chunk in self.prompt_chunks)
 
     @property
     def pools(self) -> bool:
-        """Some of its rows are part of the vectors of prompts."""
+        """Whether some of its rows are part of a prompt's pooled vector."""
         return any([chunk.pools for chunk in self.prompt_chunks])
 
     @property
     def scored_rows(self) -> int:
-        """Rows that bring prompt log-probabilities."""
+        """Number of rows that return prompt log-probabilities."""
         return sum(chunk.scored for chunk in self.prompt_chunks)
 
 
@@ -392,34 +392,34 @@ class Plan:
 class StepResult:
     """Results of a step, in plan order."""
 
-    #: The sampled ids, one for each logit row; -1 where the logits were not finite, or REJECTED.
+    #: One token id for each logit row; -1 where the logits were not finite, or REJECTED.
     tokens: list[int]
-    #: Likewise; None if no sequence asked.
+    #: Log-probabilities of each logit row; None if no sequence requested them.
     logprobs: list[TokenLogprobs] | None = None
-    #: One for each scored row.
+    #: Log-probabilities of each scored prompt row.
     prompt_logprobs: list[TokenLogprobs] | None = None
-    #: Of each chunk, whether any of its rows was not finite, with logits or without. None: none
-    #: was, or it is a step without prompt rows, of which the tokens tell.
+    #: For each chunk, whether a value in any of its rows was not finite. None: all were finite, or
+    #: the step has no prompt rows, and `tokens` shows it.
     broken: list[bool] | None = None
-    #: Of each chunk, float32 [E]: the sum of its rows' hidden states, or one row's; by classify the
-    #: logits of its text. None where the plan did not ask.
+    #: float32 [chunks, E]: the sum of each chunk's hidden states, or one row's hidden state; with
+    #: the pooling "classify" the logits of its text. None if the plan pools nothing.
     pooled: np.ndarray | None = None
-    #: Of each logit row, whether its token's successor was drafted right; None without speculation.
+    #: For each logit row, whether the token after it was drafted right; None without speculation.
     guessed: list[bool] | None = None
-    #: By logit row, of those whose tokens were chosen under masks: the drafts of what follows.
+    #: Drafts of the next tokens by logit row, for rows whose tokens were chosen under masks.
     drafts: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     @classmethod
     def drawn(cls, plan: Plan, is_right: Callable[[], bool]) -> StepResult:
-        """The result of a step without a device: each token is 0. is_right: draws whether the draft
-        of a token's successor is right.
+        """A simulated result, without a device: each token is 0. is_right: returns at random
+        whether the draft of the next token is right.
         """
         tokens, guessed = list[int](), list[bool]()
         right = False
         for chunk in plan.chunks:
             if chunk.sample:
-                counts = not chunk.draft or right
-                right = counts and is_right()
-                tokens.append(0 if counts else REJECTED)
+                is_sampled = not chunk.draft or right
+                right = is_sampled and is_right()
+                tokens.append(0 if is_sampled else REJECTED)
                 guessed.append(right)
         return cls(tokens, guessed=guessed)

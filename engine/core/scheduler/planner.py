@@ -1,5 +1,5 @@
-"""Which sequences compute which rows in a step: decode rows first, then prompt chunks, then newly
-boarding sequences, the background last.
+"""The step planner chooses the rows of a step: decode rows first, then prompt chunks of seated
+sequences, then newly boarding sequences, and background requests last.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.queues import RequestClass
 from jitney.engine.core.scheduler.sequence import Sequence
 
-#: Seconds without a live request after which the background may take every seat.
+#: Seconds without a live request after which background requests may take every seat.
 _CALM_S = 10.0
-#: While a live request is open, one step in so many may have prompt rows of the background.
+#: While a live request is open, one step in this many may have background prompt rows.
 _BACKGROUND_EVERY = 8
-#: Of the token budget: the most prompt rows that a claimant may have in a step without streams.
+#: A claimant's prompt gets a step without decode rows only if its rows are at most this share of
+#: the token budget.
 _FEW_ROWS = 0.125
 
 
 class StepPlanner:
-    """Fills drafts of steps."""
+    """Adds chunks to the draft of each step."""
 
     def __init__(
         self,
@@ -51,20 +52,23 @@ class StepPlanner:
         self._boarding = boarding
         self._decode = DecodeRows(sequences, preemption, prefill_budget.step_times)
         self._steps = 0
-        # Those with prompt rows in the last step; the step being planned may overwrite what lies
-        # behind their windows, since the device runs steps in order.
+        # Sequences with prompt rows in the last step. The step being planned may overwrite the
+        # pages behind their windows, since the device runs steps in order.
         self._moved: list[Sequence] = []
-        #: Those that gave back pages without a step since; the scheduler writes it.
+        #: Sequences that gave back pages since the last step; the scheduler adds the ones of a
+        #: draft that was empty.
         self.dropped: list[Sequence] = []
-        # The last step computed only the prompt of a tenant for which a seat was freed.
+        # Whether the last step computed only the prompt of a claimant.
         self._claimed_alone = False
-        # The last step with prompt rows of the background.
+        # Number of the last step with background prompt rows.
         self._background_prompts_at = 0
-        # When a live request was last open, clock seconds.
+        # Clock seconds at which a live request was last open.
         self._live_at = -math.inf
 
     def fill(self, draft: Draft, step: int, now: float, alone: Sequence | None = None) -> None:
-        """Decide the step after so many. alone: this sequence only."""
+        """Fill the draft of the next step. step: number of steps planned so far. alone: compute
+        only this sequence.
+        """
         self._steps = step
         draft.dropped, self.dropped = self.dropped, []
         for seq in self._moved:
@@ -114,8 +118,9 @@ class StepPlanner:
             self._plan_background(draft, now)
 
     def _goes_alone(self, claimant: Sequence) -> bool:
-        """Whether a claimant's prompt has a step without the streams, which go on in the next one:
-        where a step of theirs takes so much longer that they lose little by it.
+        """Whether a claimant's prompt gets a step without decode rows. This is done only where a
+        decode step takes so much longer than the shortest one that the decoding sequences, which go
+        on in the next step, lose little.
         """
         few = claimant.wanted_rows <= _FEW_ROWS * self._buckets.token_budget
         if not few or self._claimed_alone:
@@ -125,10 +130,11 @@ class StepPlanner:
     def _seat_claimant(
         self, seq: Sequence, draft: Draft, now: float, *, alone: bool, instead: bool
     ) -> bool:
-        """Take the seat that is free; it stays free if too few pages are. True where the step
-        computes its prompt and no other's: the prompts of the tenant that gave way would make it
-        longer. alone: without the streams either, which could take its pages again; else a prompt
-        that does not fit shares the step. instead: another sequence lost the seat for it.
+        """Give the claimant the free seat; the seat stays free if there are too few pages. Returns
+        True if the step computes no other prompt: prompts of the tenant that gave way would make
+        the step longer. alone: the step has no decode rows either, which could take the pages
+        again; otherwise a prompt that does not fit shares the step. instead: another sequence lost
+        its seat to this one.
         """
         if not self._boarding.take_seat(seq, draft, now, instead=instead):
             return False
@@ -139,8 +145,8 @@ class StepPlanner:
         return True
 
     def _plan_prompts(self, prompts: list[Sequence], draft: Draft, now: float) -> None:
-        """Rows of short prompts that pass longer ones, of the prompts that have boarded, and of
-        those that board now.
+        """Add rows of short prompts that pass longer ones, then of the prompts that have boarded,
+        then of those that board now.
         """
         rows_first = self._rows_first(prompts)
         passes = self._next_to_pass(prompts, self._passing.longest(rows_first)) is not None
@@ -159,21 +165,21 @@ class StepPlanner:
             self._passing.save(draft.rows - rows)
 
     def _rows_first(self, prompts: list[Sequence]) -> int:
-        """Rows of the prompts that have boarded and of the one that boards next: while they do not
-        fit a step, later prompts wait.
+        """Remaining rows of the boarded prompts and of the one that boards next. Later prompts wait
+        while these rows do not fit one step.
         """
         head = self._queue.head()
         return sum([seq.n_left for seq in prompts]) + (head.wanted_rows if head else 0)
 
     def expects_short(self, now: float) -> bool:
-        """Whether a short prompt that comes now should find a seat and pass the prompts before
-        it.
+        """Whether a short prompt that arrives now is expected to get a seat and to pass longer
+        prompts.
         """
         return self._is_brief(self._seats.live_prompts, now)
 
     def _is_brief(self, prompts: list[Sequence], now: float) -> bool:
-        """Whether a short prompt should come soon that finds a seat and passes one of these, or the
-        one that boards next.
+        """Whether steps should be brief: a short prompt is expected soon that gets a seat and
+        passes one of these prompts, or the one that boards next.
         """
         if not self._seats.free or self._sequences.lacks_pages:
             return False
@@ -182,15 +188,16 @@ class StepPlanner:
         return self._passing.expects(max([*rows, head.wanted_rows if head else 0]), now)
 
     def _prompt_rows(self, prompts: list[Sequence], draft: Draft, *, short: bool) -> int:
-        """The most prompt rows of this step, by the prompts that need some: of those that sit, and
-        of those for which there is a seat. short: a short one is computed first.
+        """The most prompt rows of this step. It depends on the number of prompts that need rows:
+        the seated ones and the waiting ones that have a free seat. short: the prompt that is
+        computed first is short.
         """
         n_prompts = len(prompts) + min(len(self._queue.waiting), len(self._seats.free))
         budget = self._prefill_budget
         return budget.most(draft.n_decode, _first_row(prompts), n_prompts, short=short)
 
     def _first_is_short(self, prompts: list[Sequence]) -> bool:
-        """Whether the first prompt is: of these, or else of those that wait."""
+        """Whether the first of these prompts is short, or without any the first waiting one."""
         first = prompts[0] if prompts else self._queue.head()
         if first is None:
             return True
@@ -200,7 +207,7 @@ class StepPlanner:
     def _plan_passing(
         self, prompts: list[Sequence], rows_first: int, draft: Draft, now: float
     ) -> None:
-        """Rows of short prompts that pass longer ones, see `Passing`."""
+        """Add rows of short prompts that pass longer ones, see `Passing`."""
         passed = 0
         while draft.rows_left:
             longest = min(self._passing.longest(rows_first) - passed, draft.tokens_left)
@@ -215,9 +222,9 @@ class StepPlanner:
             draft.tokens_left = self._passing.spend(passed, draft.tokens_left)
 
     def _next_to_pass(self, prompts: list[Sequence], longest: int) -> Sequence | None:
-        """The next prompt of at most so many rows that passes longer ones: of those with seats,
-        but for the first, or else of those that wait. No prompt passes a head of the queue that
-        lacks pages or that has lost its seat.
+        """The next prompt of at most `longest` rows that passes longer ones: a seated one (but not
+        the first), or else a waiting one. No prompt passes a queue head that lacks pages or that
+        has lost its seat.
         """
         if longest <= 0:
             return None
@@ -233,7 +240,7 @@ class StepPlanner:
         return None if waiting is head and not prompts else waiting
 
     def _plan_prefill(self, prompts: list[Sequence], draft: Draft) -> None:
-        """Go on with prompts that have boarded, in that order."""
+        """Add rows of boarded prompts, in boarding order."""
         for seq in prompts:
             if not draft.tokens_left:
                 return
@@ -242,7 +249,7 @@ class StepPlanner:
     def _plan_boarding(
         self, requests: RequestClass, may_board: int, draft: Draft, now: float
     ) -> None:
-        """Fill so many seats from a queue, as long as the step can take prompt rows."""
+        """Board up to `may_board` sequences from a queue, while the step can take prompt rows."""
         while may_board > 0 and draft.tokens_left and draft.rows_left:
             seq = self._boarding.seat_next(requests, draft, now)
             if seq is None:
@@ -251,14 +258,14 @@ class StepPlanner:
             may_board -= 1
 
     def _thrifty(self, seq: Sequence, draft: Draft) -> int:
-        """Rows of a prompt that are worth computing in this step rather than in the next."""
+        """How many rows of a prompt to compute in this step rather than in the next one."""
         count = min(seq.n_left, draft.tokens_left)
         if self._limits.encoder or not self._is_last(seq):
             return count
         return self._buckets.thrifty(draft.rows, count, draft.n_decode, len(draft.chunks) + 1)
 
     def _is_last(self, seq: Sequence) -> bool:
-        """True when no other prompt can use the rows that this one leaves in the step."""
+        """Whether no other prompt can use the rows that this one leaves in the step."""
         if self._seats.free and self._sequences.class_of(seq).queue.waiting:
             return False
         for other in reversed(self._seats.prefilling):
@@ -267,7 +274,7 @@ class StepPlanner:
         return False
 
     def _add_chunk(self, seq: Sequence, draft: Draft, most: int) -> None:
-        """At most `most` of the next known tokens of a sequence, as the step can take them."""
+        """Add a chunk with at most `most` of a sequence's next known tokens, if they fit."""
         start = seq.scheduled
         is_whole = draft.add_chunk(seq, most)
         if self._pages.covers_chunks:
@@ -277,8 +284,8 @@ class StepPlanner:
             self._seats.start_decoding(seq)
 
     def _plan_background(self, draft: Draft, now: float) -> None:
-        """Prompts of the background, in a step without any other; rarely while live requests are
-        open, since the next to come waits for that step's end.
+        """Add background prompts, in a step without live prompts. While live requests are open this
+        is done rarely, because the next live request waits for the end of that step.
         """
         if not self._seats.prefilling and not self._sequences.background.queue.waiting:
             return
@@ -287,7 +294,7 @@ class StepPlanner:
             return
         rows = draft.rows
         prompts = list(self._seats.prefilling)
-        if not self._limits.encoder:  # whose prompts are not cut
+        if not self._limits.encoder:  # an encoder's prompts are never split
             most = self._prefill_budget.most_in_background(draft.n_decode, _first_row(prompts))
             draft.tokens_left = min(draft.tokens_left, most)
         self._plan_prefill(prompts, draft)
@@ -298,7 +305,7 @@ class StepPlanner:
             self._background_prompts_at = self._steps
 
     def _background_seats(self, now: float) -> int:
-        """Seats that the background may have: all, once no live request was open for a while."""
+        """Seats for background requests: all of them once no live request was open for _CALM_S."""
         if self._is_calm(now):
             return self._seats.count
         return self._limits.background_seats or max(1, self._seats.count // 4)
@@ -313,8 +320,8 @@ class StepPlanner:
         return plan.background and not self._sequences.live.n_open and not self._is_calm(now)
 
     def _plan_batch(self, draft: Draft, now: float) -> None:
-        """One batch after the other: all board, all prompts are computed, all decode until the last
-        is done.
+        """Plan a step of a policy that batches: a whole batch boards, all its prompts are computed,
+        and all its sequences decode until the last one is done.
         """
         seats = self._seats
         if not seats.prefilling:
@@ -329,11 +336,11 @@ class StepPlanner:
             self._plan_columns(draft)
 
     def _plan_columns(self, draft: Draft) -> None:
-        """The next rows of a batch's prompts, as if each had been padded in front to the longest:
-        all end in one step.
+        """Add the next rows of a batch's prompts, as if each were padded at the front to the length
+        of the longest, so that all end in the same step.
 
-        Prompts with more rows left than the others go first, alone; the rows that the others would
-        compute meanwhile are padding.
+        Prompts with more rows left than the others start alone; the rows that the others would
+        compute in these steps count as padding.
         """
         members = list(self._seats.prefilling)
         longest = max(seq.n_left for seq in members)

@@ -1,11 +1,11 @@
-"""The scheduler: which sequences compute which rows in the next step, and what the last one meant
-for them.
+"""The scheduler: decides which sequences compute which rows in the next step, and applies the
+results of finished steps.
 
-Ordinary Python over counts, on whatever clock it is given; no device is needed. `plan` decides a
-step, `commit` takes in its result. The host is one step behind: step k is planned before the
-tokens of step k - 1 are known, so a sequence that has just ended may have one more row launched.
-Its seat and pages are reused at once all the same: the device runs steps in order, so a row past
-the end writes to its page before the next owner's rows do.
+The scheduler is ordinary Python over counts and uses the clock that it is given; it needs no
+device. `plan` decides a step, `commit` applies its result. The host is one step behind: step k is
+planned before the tokens of step k - 1 are known, so a sequence that has just ended may have one
+more row launched. Its seat and pages are reused at once all the same: the device runs steps in
+order, so a row past the end writes to its page before the next owner's rows do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
 
 
 class Scheduler:
-    """Admits requests, plans steps for their sequences, and takes in the results."""
+    """Admits requests, plans steps for their sequences, and applies the results."""
 
     def __init__(
         self,
@@ -71,10 +71,11 @@ class Scheduler:
         state: StateTables | None = None,
         tables: Callable[..., PageTables] = PageTables,
     ):
-        """clock: seconds, for admission; plan and commit are told the time. eos_ids end a sequence.
-        pool, window: of the model's first cache group, 0 if its layers see all positions; windows:
-        pools of the others by window; state: the slots of recurrent layers, if there are any.
-        tables: from these four to what sequences take pages and slots from.
+        """clock: returns seconds, for admission; `plan` and `commit` get the time as an argument.
+        eos_ids: tokens that end a sequence. pool, window: the page pool and the window of the
+        model's first cache group; window 0: its layers see all positions. windows: the pools of the
+        other groups by window. state: the slots of recurrent layers; None without such layers.
+        tables: builds the page tables from the last four.
         """
         _check_buckets(buckets, limits.max_seats)
         _check_windows(windows, limits, buckets)
@@ -82,13 +83,13 @@ class Scheduler:
         self.buckets = buckets
         self.clock = clock
         self.pool = pool
-        #: How long steps take; `observe` feeds it.
+        #: Estimate of step times, updated by `observe`.
         self.step_times = StepTimeEstimate(buckets)
-        #: Plans made so far; also the number of the newest.
+        #: Number of plans made so far, which is also the number of the newest plan.
         self.steps = 0
         policy, order = make_policy(limits), make_order(limits.order)
         seats = Seats(limits.max_seats, holds=policy.holds)
-        #: Every open sequence, in its one place.
+        #: All open sequences, each seated, queued, held or leaving.
         self.sequences = sequences = OpenSequences(
             seats, tables(pool, window, windows, state), order.queue
         )
@@ -117,12 +118,12 @@ class Scheduler:
             )
         self._results = Results(sequences)
         self._suspects = StepBlame()
-        # Rows that a step has at most, never fewer than all seats need.
+        # The most rows of a step; the limit never falls below what all seats need.
         self._row_limit = RowLimit([bucket.tokens for bucket in buckets.mixed_for(buckets.seats)])
         self._arrivals = 0
 
     def renewed(self, limits: SchedulerLimits, clock: Callable[[], float]) -> Scheduler:
-        """A scheduler for the same runner, without a request; its sequences end by length."""
+        """A new scheduler for the same runner, without requests; its sequences end by length."""
         pages = self.sequences.pages
         return Scheduler(
             limits,
@@ -136,12 +137,12 @@ class Scheduler:
 
     @property
     def has_open(self) -> bool:
-        """True while any sequence lacks its terminal output."""
+        """True while any sequence has not had its terminal output."""
         return len(self.sequences.requests) > 0
 
     @property
     def has_outputs(self) -> bool:
-        """True while `take_outputs` has something to hand out."""
+        """True while `take_outputs` has outputs to return."""
         return bool(self.sequences.outputs)
 
     @property
@@ -151,8 +152,8 @@ class Scheduler:
 
     @property
     def predicted_wait_s(self) -> float:
-        """Seconds until a request that comes now should board, behind all that wait and all prompts
-        that are not computed yet. Takes some microseconds for each seat that is taken.
+        """Expected seconds until a request that arrives now boards, behind all waiting requests and
+        all prompts that are not computed yet. Costs a few microseconds for each taken seat.
         """
         return self._admission.predicted_wait.behind_all
 
@@ -163,8 +164,9 @@ class Scheduler:
 
     @property
     def has_place(self) -> bool:
-        """Whether a request that came now would find a seat: free, behind all that wait or, as a
-        short prompt is expected to, before longer ones; or as another tenant's share.
+        """Whether a request that arrives now would get a seat: one that is left after all waiting
+        requests have boarded, one ahead of longer prompts if short prompts are expected, or one of
+        another tenant that has more than its share.
         """
         sequences = self.sequences
         if sequences.seats.holds:
@@ -175,17 +177,18 @@ class Scheduler:
         return self._planner.expects_short(self.clock())
 
     def serve_adapters(self, numbers: Iterable[int]) -> None:
-        """Let requests choose from these adapters, too."""
+        """Accept requests for these adapters too."""
         limits = self.factory.request_limits
         adapters = limits.adapters.union(numbers)
         if adapters != limits.adapters:
             self.factory.request_limits = msgspec.structs.replace(limits, adapters=adapters)
 
     def add(self, request: EngineRequest, new_matcher: Callable[[], Matcher] | None = None) -> None:
-        """Let a request wait; raises RequestError (nothing is registered then) if it can or may
-        not. One that an earlier core had was admitted there and may wait here.
+        """Put a request into the waiting queue. Raises RequestError, and registers nothing, if the
+        request can never run or is not admitted. A request resumed from an earlier core was
+        admitted there and is not judged again.
 
-        new_matcher: called for each of its sequences, if they are held to a grammar.
+        new_matcher: called for each of its sequences, if a grammar constrains them.
         """
         self.sequences.requests.refuse_duplicate(request)
         if request.background and self.sequences.seats.holds:
@@ -200,15 +203,15 @@ class Scheduler:
         self.sequences.add(request, sequences)
 
     def has_room(self, request: EngineRequest) -> bool:
-        """Whether a request that can run here may wait now."""
+        """Whether admission control would let a valid request wait now."""
         leader = self.factory.leader(request, self._arrivals + 1)
         return self._admission.has_room(leader, self.clock())
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
     ) -> None:
-        """End a request (index None) or one of its sequences now; unknown ids have ended already
-        and are no error.
+        """End a request (index None) or one of its sequences now. An unknown id is not an error:
+        that request has ended already.
         """
         for seq in self.sequences.requests.open_of(request_id):
             if index is None or seq.index == index:
@@ -219,8 +222,8 @@ class Scheduler:
         self.sequences.end(seq, reason, error)
 
     def plan(self, now: float) -> Plan | None:
-        """The next step, or None if there is nothing to compute; ends the requests that are past
-        their deadline first.
+        """Plan the next step; None if there is nothing to compute. First ends the requests that are
+        past their deadline.
         """
         sequences = self.sequences
         for seq in sequences.requests.take_expired(now):
@@ -237,7 +240,8 @@ class Scheduler:
         if not draft.chunks:
             self._planner.dropped += draft.dropped
             return None
-        # Only later plans find the pages that this step fills: no step reads what it writes.
+        # Publish only now: later plans find the pages that this step fills, this plan does not,
+        # since no step reads what it writes.
         for chunk in draft.prompt_chunks:
             sequences.pages.publish(chunk.seq)
             if chunk.end >= chunk.seq.n_prompt:
@@ -265,19 +269,19 @@ class Scheduler:
         return draft.plan(self.steps, bucket, occupancy, background=background)
 
     def lets_others_first(self, plan: Plan, now: float) -> bool:
-        """Whether no step is to be launched behind this one, because no client waits for either: a
-        request that comes while it runs then has the next one.
+        """Whether to launch no step behind this one: it is background work, so a request that
+        arrives while it runs gets the next step.
         """
         return self._planner.lets_others_first(plan, now)
 
     def sit_out(self, chunk: Chunk) -> None:
-        """The token of a chunk of the newest plan does not count. One that reads a draft is
-        rejected. Of others the mask that the token must follow is not known yet: the sequence has
-        no row in a plan until it is, and then the last one again.
+        """Discard the token of a chunk of the newest plan. A chunk that reads a draft counts as
+        rejected. For any other chunk, the grammar mask of the token is not known yet: the sequence
+        has no row in later plans until the mask is known, and then computes this row again.
         """
         seq = chunk.seq
         if not seq.seated:
-            return  # it was preempted, and computes this row again
+            return  # the sequence was preempted, and computes this row again
         chunk.sits_out = True
         if chunk.draft:
             return
@@ -287,10 +291,10 @@ class Scheduler:
         self.sequences.seats.reorder()
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SequenceOutput]:
-        """Take in the tokens of a step, in order of planning, and say what became of its rows (in
-        `plan`).
+        """Apply the tokens of a step, in the order of planning, and count in `plan` what became of
+        its rows.
 
-        Returns all outputs since the last call, those of aborts and deadlines included.
+        Returns all outputs since the last call, including those of aborts and deadlines.
         """
         self._results.commit(plan, result, now)
         if self._speculation is not None:
@@ -300,36 +304,36 @@ class Scheduler:
         return self.take_outputs()
 
     def take_outputs(self) -> list[SequenceOutput]:
-        """Outputs that have not been handed out yet."""
+        """Return the outputs since the last call."""
         outputs, self.sequences.outputs = self.sequences.outputs, []
         return outputs
 
     def observe(self, plan: Plan, seconds: float, gap: float = 0.0) -> None:
-        """A planned step took so long on the device, which had waited for the host for `gap`
-        seconds before; predictions rest on this.
+        """Record that a planned step took `seconds` on the device, after the device had waited
+        `gap` seconds for the host. Predictions are based on these times.
         """
         self.step_times.observe(plan.bucket, seconds, plan.work.pairs, plan.rows, gap)
 
     def pause(self, now: float) -> float:
-        """Seconds in which no plan is possible with the open sequences, because the policy lets
-        them wait; 0 if one is.
+        """Seconds during which the policy lets all open sequences wait, so that no plan is
+        possible; 0 if a plan is possible now.
         """
         return 0.0 if self._suspects else self.boarding.pause(now)
 
     @property
     def isolating_failure(self) -> bool:
-        """A sequence is computed alone, to see whether its rows make a step fail: no step may be
-        launched behind another one.
+        """Whether a sequence is being computed alone to see if its rows make a step fail. No step
+        may be launched behind another one meanwhile.
         """
         return bool(self._suspects)
 
     def step_failed(self, plan: Plan, now: float, *, out_of_memory: bool) -> None:
-        """A step could not be launched or had no result, and the device's state is new.
+        """Handle a step whose launch or result failed; the device's state is new.
 
-        All sequences wait again, with the tokens that are known. Where memory was short and a
-        smaller step is possible, prompts get fewer rows for a while (not those of an encoder, which
-        are never cut); else each sequence of the step is computed alone, and the one that fails
-        again ends with its request.
+        All sequences wait again, with the tokens that are known. If memory was short and a smaller
+        step is possible, prompts get fewer rows for a while (except for an encoder, whose prompts
+        are never split). Otherwise each sequence of the step is computed alone, and the one that
+        fails again ends with its request.
         """
         self.sequences.start_all_over(now)
         guilty = self._suspects.on_trial(plan)
@@ -345,7 +349,7 @@ class Scheduler:
                 self.sequences.end(seq, "error", _FAILED)
 
     def _judge(self, plan: Plan, now: float) -> None:
-        """A step has come back: a suspect with a decode row in it, or that ended in it, passes."""
+        """Clear the suspect that this finished step computed, if it had a decode row or ended."""
         seq = self._suspects.on_trial(plan)
         if seq is None or not (plan.chunks[0].decode or seq.finish is not None):
             return
@@ -356,16 +360,18 @@ class Scheduler:
             _log.warning("a step failed, and none of its sequences fails alone")
 
     def forget_prefixes(self) -> None:
-        """Let no later prompt find what was computed for an earlier one."""
+        """Drop the prefix cache: later prompts do not reuse pages of earlier ones."""
         self.sequences.pages.forget()
 
     def take_unseated(self) -> list[Sequence]:
-        """Sequences that lost their seat since the last call, other than for a plan."""
+        """Return the sequences that lost their seat since the last call, except those that a plan
+        lists.
+        """
         unseated, self.sequences.unseated = self.sequences.unseated, []
         return unseated
 
     def take_released(self) -> list[int]:
-        """Seats that a batch had kept and that became free since the last call."""
+        """Return the seats that a batch had kept and that became free since the last call."""
         return self.sequences.seats.take_released()
 
     def seat_map(self) -> list[Seat]:
@@ -391,7 +397,7 @@ def _check_buckets(buckets: Buckets, seats: int) -> None:
 def _check_windows(
     windows: Mapping[int, PagePool], limits: SchedulerLimits, buckets: Buckets
 ) -> None:
-    """Raise ConfigError unless every window has pages for all that sit."""
+    """Raise ConfigError unless each window's pool has enough pages for all seats."""
     for window, pool in windows.items():
         least = least_window_pages(
             window,

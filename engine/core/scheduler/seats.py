@@ -13,32 +13,32 @@ _by_context = attrgetter("scheduled")
 
 
 class Seats:
-    """Which sequence sits in which seat, and which seats are free."""
+    """Assigns seats to sequences and keeps track of free seats."""
 
     def __init__(self, count: int, *, holds: bool = False):
         """holds: a batch keeps its seats until its last sequence has left."""
         self.count = count
         self.holds = holds
-        #: A heap: low seats first.
+        #: Free seat numbers, as a heap with the lowest first.
         self.free = list(range(count))
-        #: With prompt rows to compute, in boarding order.
+        #: Seated sequences with prompt rows left to compute, in boarding order.
         self.prefilling: dict[Sequence, None] = {}
-        #: With all known tokens scheduled; see `longest_first`.
+        #: Seated sequences whose known tokens are all scheduled; see `longest_first`.
         self.decoding: dict[Sequence, None] = {}
-        #: Of those in seats, the sequences in the background.
+        #: Number of background sequences in seats.
         self.n_background = 0
         #: Seats that a batch keeps, with the sequences that left them.
         self.kept: dict[int, Sequence] = {}
-        #: Times that a sequence gave back its seat.
+        #: Number of times that a sequence gave back its seat.
         self.departures = 0
-        # Kept seats that are free again and were not reported yet.
+        # Seats that a batch had kept, that are free again and are not reported yet.
         self._released: list[int] = []
-        # `decoding` is in order.
+        # Whether `decoding` is in order.
         self._sorted = True
 
     @property
     def taken(self) -> list[Sequence]:
-        """The sequences in seats, those with prompt rows to compute first."""
+        """All seated sequences, those with prompt rows to compute first."""
         return [*self.prefilling, *self.decoding]
 
     @property
@@ -47,7 +47,7 @@ class Seats:
 
     @property
     def n_live(self) -> int:
-        """Sequences in seats that are not in the background."""
+        """Number of seated sequences that are not in the background."""
         return len(self.prefilling) + len(self.decoding) - self.n_background
 
     @property
@@ -61,17 +61,17 @@ class Seats:
 
     @property
     def batch(self) -> int:
-        """Seats of the running batch, those that sequences have left included."""
+        """Number of seats of the running batch, including those that sequences have left."""
         return self.n_taken + len(self.kept)
 
     def take(self, seq: Sequence) -> None:
-        """A sequence boards, at the lowest free seat."""
+        """Seat a boarding sequence at the lowest free seat."""
         seq.seat = heappop(self.free)
         self.prefilling[seq] = None
         self.n_background += seq.background
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence gives back its seat; a batch keeps it until its last sequence leaves."""
+        """Free the seat of a sequence; a batch keeps the seat until its last sequence leaves."""
         self.prefilling.pop(seq, None)
         self.decoding.pop(seq, None)
         self.n_background -= seq.background
@@ -90,19 +90,19 @@ class Seats:
         self.kept.clear()
 
     def take_released(self) -> list[int]:
-        """Seats that a batch had kept and that became free since the last call."""
+        """Return the seats that a batch had kept and that became free since the last call."""
         released, self._released = self._released, []
         return released
 
     def start_decoding(self, seq: Sequence) -> None:
-        """All its known tokens are scheduled."""
+        """Move a sequence to `decoding`: all its known tokens are scheduled."""
         del self.prefilling[seq]
         self.decoding[seq] = None
         self._sorted = False
 
     def longest_first(self) -> dict[Sequence, None]:
-        """The decoding sequences, long contexts first. All advance together, so the order changes
-        only with newcomers, and when some pause (`reorder`).
+        """The decoding sequences in descending order of context length. All advance together, so
+        the order changes only when sequences join, and when some pause (`reorder`).
         """
         if not self._sorted:
             self.decoding = dict.fromkeys(sorted(self.decoding, key=_by_context, reverse=True))
@@ -110,11 +110,11 @@ class Seats:
         return self.decoding
 
     def reorder(self) -> None:
-        """Not all decoding sequences advance in the step being planned."""
+        """Have `longest_first` sort again: not all decoding sequences advance in this step."""
         self._sorted = False
 
     def map(self) -> list[Seat]:
-        """Every seat, in order, with its sequence."""
+        """List every seat with its sequence, in order of seat numbers."""
         seats = [Seat(seat=number, state="free") for number in range(self.count)]
         for number, seq in self.kept.items():
             seats[number] = _seat_of(seq, number, "held")
@@ -125,7 +125,7 @@ class Seats:
         return seats
 
     def claims(self) -> dict[str, bool]:
-        """Invariants, and whether each holds."""
+        """Check the invariants. Returns whether each one holds, by its description."""
         taken = self.taken
         numbers = [seq.seat for seq in taken]
         return {
@@ -144,7 +144,7 @@ class Seats:
 
 
 def _seat_of(seq: Sequence, seat: int, state: str) -> Seat:
-    """A seat and the sequence that sits in it, or sat in it last."""
+    """Describe a seat with the sequence that sits in it, or that sat in it last."""
     return Seat(
         seat=seat,
         state=state,

@@ -1,4 +1,6 @@
-"""One sequence and its life: waiting, prefilling, decoding, preempted (waiting again), finished."""
+"""The state of one sequence, from waiting to prefilling, decoding, preempted (which waits again)
+and finished.
+"""
 
 from __future__ import annotations
 
@@ -12,52 +14,51 @@ from jitney.engine.common.outputs import FinishReason, TokenLogprobs
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.scheduler.lengths import RequestClasses
 
-#: (class, number of the request, index of the sequence); the class is a number too, see
+#: (class, number of the request, index of the sequence). The class is a number, see
 #: `engine.core.scheduler.policies._ORDERS`.
 type _Rank = tuple[float, int, int]
 
 
 class Matcher(Protocol):
-    """Where a sequence stands in its grammar (`engine.core.grammar.matchers`)."""
+    """The position of a sequence in its grammar (`engine.core.grammar.matchers`)."""
 
     def take(self, tokens: list[int], start: int, *, last: bool = False) -> None:
-        """Go on to the end of a sequence's tokens, whose output begins at `start`. last: no token
-        follows; whether the text is whole is then asked at once.
+        """Advance to the end of a sequence's tokens, whose output begins at `start`. last: no token
+        follows, and the caller reads `complete` next.
         """
         ...
 
     @property
     def complete(self) -> bool:
-        """The text is whole and nothing may follow it."""
+        """Whether the text is complete and no token may follow it."""
         ...
 
     @property
     def late(self) -> bool:
-        """Its next mask is not computed yet: steps go on without the sequence."""
+        """Whether the next mask is not computed yet: steps go on without the sequence."""
         ...
 
     @property
     def checks_drafts(self) -> bool:
-        """Masks behind drafts are computed soon enough for a step."""
+        """Whether masks for the positions after drafts are computed fast enough for a step."""
         ...
 
 
 class OwnPages(NamedTuple):
     """Pages that only the sequence itself may find again.
 
-    Where a decode step computes a row, its keys and values differ in the last bits from what a
-    prompt step computes; other prompts must not find them where answers are not to depend on
-    earlier requests.
+    A row's keys and values from a decode step differ in the last bits from those of a prompt step.
+    Where answers must not depend on earlier requests, other prompts must not find such rows.
     """
 
-    #: Positions that all prompts may find: those of this prompt.
+    #: First position that only this sequence may find: the length of its prompt.
     start: int
-    #: Names the sequence, bytes that no other one has.
+    #: Unique name of the sequence.
     owner: bytes
 
     @classmethod
     def of(cls, n_prompt: int, number: int, index: int) -> OwnPages:
-        """Pages of the index-th sequence of a request, by the request's number."""
+        """The own pages of the index-th sequence of request `number`."""
         return cls(n_prompt, struct.pack("<qi", number, index))
 
 
@@ -70,34 +71,34 @@ class WindowPages:
     pages: list[int]
     dropped: int
     published: int
-    #: Page ranges [first, end) that a prompt which branches off at `end` would read: worth more
-    #: than others once they are dropped.
+    #: Page ranges [first, end) that a prompt which branches off at `end` would read; these pages
+    #: are evicted later than others once they are dropped.
     branches: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
 class HeldSlots:
-    """The slots of a seated sequence's recurrent state; numbers from 1, 0: none."""
+    """The slots of a seated sequence's recurrent state. Slots are numbered from 1; 0: no slot."""
 
-    #: What is its alone, and what the next step with a row of it reads and writes.
+    #: Slot that belongs to this sequence alone, and the slots that its next step reads and writes.
     own: int
     reads: int
     writes: int
-    #: Pages behind which other prompts, too, are likely to differ from its own.
+    #: Number of pages after which other prompts are likely to differ from this one.
     branch: int
-    #: Pages before the last checkpoint of its prefix.
+    #: Number of pages before the last checkpoint of its prefix.
     saved: int
-    #: (pages, slot) of checkpoints within the rows of the next step.
+    #: (pages, slot) of each checkpoint within the rows of the next step.
     saves: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     #: Slots that are held until the rows from position `at` on are launched.
     passing: list[int] = field(default_factory=list[int])
     at: int = 0
-    #: The state behind the last full page, while it decodes, and how many pages that are.
+    #: Slot with the state after the last full page while it decodes, and the number of pages.
     kept: int = 0
     kept_pages: int = 0
 
     def slots(self) -> list[int]:
-        """Every slot that it holds, one for each reference."""
+        """All held slots, one entry for each reference."""
         return [self.own, self.kept, *self.passing]
 
     def written(self) -> set[int]:
@@ -107,58 +108,58 @@ class HeldSlots:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence on the host; the scheduler alone writes it, the batch builder reads it."""
+    """One sequence on the host; only the scheduler writes it, the batch builder reads it."""
 
     request: EngineRequest
-    #: Of the request's n sequences.
+    #: Index among the request's n sequences.
     index: int
-    #: Resolved, int64.
+    #: Sampling seed, int64; drawn at random if the request has none.
     seed: int
     #: Prompt ids, then every output id the host knows.
     tokens: list[int]
-    #: Output tokens at most.
+    #: The most output tokens.
     max_tokens: int
-    #: -1 while not seated.
+    #: Seat number; -1 while not seated.
     seat: int = -1
-    #: Physical pages of the first cache group in order; 0 for those dropped.
+    #: Physical pages of the first cache group in order; 0 for dropped pages.
     pages: list[int] = field(default_factory=list[int])
-    #: Those of the other groups, while it is seated.
+    #: Pages of the other cache groups, while it is seated.
     windows: tuple[WindowPages, ...] = ()
-    #: Of a model with recurrent layers, while it is seated.
+    #: Slots of recurrent layers, while it is seated; None for a model without such layers.
     state: HeldSlots | None = None
-    #: Positions whose KV is computed once all launched steps are done.
+    #: Number of positions whose KV is computed once all launched steps are done.
     scheduled: int = 0
-    #: Sampled tokens that launched steps will bring: 0 or 1 between steps, up to 2 while a step is
-    #: launched before the one before is read.
+    #: Number of sampled tokens that launched steps will return: 0 or 1 between steps, up to 2 while
+    #: a step is launched and the result of the one before it is not read yet.
     in_flight: int = 0
-    #: Drafts that launched steps check (`engine.core.scheduler.speculation`): the next row may be
-    #: so many positions behind `scheduled`.
+    #: Number of drafts that launched steps check (`engine.core.scheduler.speculation`): the next
+    #: row may be up to this many positions after `scheduled`.
     drafting: int = 0
-    #: Under a grammar: the drafts behind the newest token, as the device has them.
+    #: With a grammar: draft token ids after the newest token, the same as on the device.
     drafts: list[int] = field(default_factory=list[int])
-    #: Drafts that the next step may check; of decoding sequences, written before each plan.
+    #: Number of drafts that the next step may check; set before each plan while it decodes.
     lookahead: int = 0
-    #: The share of its recent tokens that were drafted right.
+    #: Share of its recent tokens that were drafted right.
     right_drafts: float = 0.0
-    #: Highest `scheduled` that a preemption undid; rows below it are recomputed ones.
+    #: Highest `scheduled` that a preemption undid; rows below it count as recomputed.
     computed_high: int = 0
-    #: Prompt tokens whose KV was found in pages.
+    #: Number of prompt tokens whose KV was found in pages.
     cached_tokens: int = 0
-    #: Why it has ended; None while it goes on.
+    #: Reason for its end; None while it is open.
     finish: FinishReason | None = None
-    #: Seconds: when it took a seat for the first time, and when its first token was known.
+    #: Clock seconds at which it first took a seat, and at which its first token was known.
     boarded_at: float | None = None
     first_token_at: float | None = None
-    #: How often it lost its seat.
+    #: Number of times that it lost its seat.
     preemptions: int = 0
-    #: When it took its seat the last time (seconds), and with how many known tokens.
+    #: Clock seconds at which it last took a seat, and the number of tokens known then.
     sat_at: float = 0.0
     sat_with: int = 0
-    #: When it lost its seat the last time, seconds.
+    #: Clock seconds at which it last lost its seat.
     unseated_at: float = 0.0
-    #: Lower is served first and preempted last.
+    #: Order of service: a lower rank is served first and preempted last.
     rank: _Rank = (0.0, 0, 0)
-    #: Output tokens it was expected to generate when it came; admission writes it.
+    #: Output tokens that it was expected to generate on arrival; `SequenceFactory` writes it.
     expected: int = 0
     #: Rows that its known tokens needed when it last entered a queue, less those found in pages.
     wanted_rows: int = 0
@@ -166,42 +167,42 @@ class Sequence:
     greedy_only: bool = True
     #: Tokens that end it.
     stop_ids: frozenset[int] = frozenset()
-    #: Output tokens that are counted in the lengths of answers.
+    #: Number of output tokens already counted in the estimate of answer lengths.
     counted: int = 0
-    #: Pages, from the first on, that others had computed when it boarded.
+    #: Number of leading pages that other sequences had computed when it boarded.
     shared: int = 0
-    #: Pages, from the first on, that lie behind the model's window and were given back.
+    #: Number of leading pages that lie behind the model's window and were given back.
     dropped: int = 0
-    #: Pages it holds at once if it gets as long as it may; written when it boards.
+    #: The most pages it can hold at once, at its full length; written when it boards.
     most_pages: int = 0
-    #: Its pages may serve others, or itself after a preemption.
+    #: Whether its pages may serve other sequences, or itself after a preemption.
     shares: bool = True
-    #: There is a prefix cache, so that later requests may find them.
+    #: Whether there is a prefix cache, so that later requests may find its pages.
     retains: bool = True
-    #: Hash chain of its full pages: where it begins (`page_keys.keys_of` writes it), and one key
-    #: for each page so far.
+    #: Start of the hash chain over its full pages (`page_keys.keys_of` writes it); `keys` has one
+    #: key for each full page so far.
     root: bytes = b""
-    #: None: all its pages may serve others.
+    #: Pages that only it may find; None: all its pages may serve others.
     own_pages: OwnPages | None = None
     keys: list[bytes] = field(default_factory=list[bytes])
-    #: Own pages offered to the prefix index.
+    #: Number of its leading pages that are in the prefix index.
     published: int = 0
-    #: Prompt positions whose logits a launched step brings for prompt_logprobs, and what they
-    #: brought; a text's first token has none.
+    #: Number of prompt positions scored for prompt_logprobs by launched steps, and the results so
+    #: far; the first token of a text has no log-probability.
     scored: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-    #: Of a pooled prompt: the sum of its rows so far, float64 [E].
+    #: Sum of a pooled prompt's hidden states so far, float64 [E].
     pooled: np.ndarray | None = None
-    #: None: any text.
+    #: Position in its grammar; None: any text is allowed.
     matcher: Matcher | None = None
-    #: Of the request, at hand for each token.
+    #: Fields of the request, copied here because they are read for each token.
     request_id: str = field(init=False)
     logprobs: int | None = field(init=False)
     background: bool = field(init=False)
     n_prompt: int = field(init=False)
-    #: Tokens, prompt included, at which it ends by length.
+    #: Number of tokens, prompt included, at which it ends by length.
     limit: int = field(init=False)
-    #: The classes by whose answers the length of its own is predicted.
+    #: Request classes from whose answers its own length is predicted.
     kind: RequestClasses = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,29 +216,29 @@ class Sequence:
 
     @property
     def n_output(self) -> int:
-        """Output tokens the host knows."""
+        """Number of output tokens the host knows."""
         return len(self.tokens) - self.n_prompt
 
     @property
     def n_fresh(self) -> int:
-        """Prompt tokens that were not found in pages."""
+        """Number of prompt tokens that were not found in pages."""
         return self.n_prompt - self.cached_tokens
 
     @property
     def n_left(self) -> int:
-        """Tokens the host knows whose rows are not scheduled."""
+        """Number of known tokens whose rows are not scheduled."""
         return len(self.tokens) - self.scheduled
 
     @property
     def must_score(self) -> bool:
-        """True while prompt positions must still be computed for their log-probabilities, found in
-        pages or not.
+        """Whether prompt positions must still be computed for their log-probabilities, even if
+        their KV is found in pages.
         """
         return self.request.sampling.prompt_logprobs is not None and self.scored < self.n_prompt - 1
 
     @property
     def n_pages(self) -> int:
-        """Pages it holds."""
+        """Number of pages it holds in the first cache group."""
         return len(self.pages) - self.dropped
 
     @property
@@ -245,12 +246,12 @@ class Sequence:
         return self.seat >= 0
 
     def forget_launched(self) -> None:
-        """Forget launched steps, whose results do not come."""
+        """Forget launched steps, whose results are lost."""
         self.in_flight = self.drafting = 0
-        # The rows that count as computed before are those of the tokens that are known.
+        # Only rows of known tokens count as computed before.
         self.computed_high = min(self.computed_high, len(self.tokens) - 1)
         if self.first_token_at is None:
-            # Its siblings may have had the same list; from now on each scores the rest for itself.
+            # Siblings may share the list; from now on each scores the rest for itself.
             self.prompt_logprobs = list(self.prompt_logprobs)
             self.scored = len(self.prompt_logprobs) - 1
 
