@@ -1,4 +1,6 @@
-"""One engine: add, abort, step. Single-threaded and, given its runner and clock, deterministic."""
+"""The engine core: add, abort, step. It has one thread, and is deterministic given its runner and
+clock.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +34,29 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.core")
 
-#: XLA's error text if a device's memory was too small for a step.
+#: Text in XLA's error message when a step did not fit the device's memory.
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-#: Seconds between two checks of grammars being compiled and masks being computed, while there is
-#: nothing else to do.
+#: Seconds between two checks for compiled grammars and computed masks, while there is no other
+#: work.
 _COMPILING_S = 0.002
-#: Late planning: share of the least recent time of a like step that is expected; number of steps of
-#: which the median time of planning, packing and launching is subtracted; the initial value of that
-#: time in seconds; shortest wait in seconds that is worth it.
+#: Late planning: the share of the shortest recent step time that is expected of a step; the number
+#: of steps whose median time for planning, packing and launching is subtracted; the initial value
+#: of that time in seconds; the shortest delay in seconds that is worthwhile.
 _SURE, _LAUNCHES, _FIRST_LAUNCH_S, _SHORTEST_S = 0.95, 15, 0.002, 0.001
 
 
 class _StepRunner(Protocol):
-    """The device half of a step. An exception of `batch`, `launch` or `fetch` costs the step, and
-    perhaps one request (`EngineCore.step`); one of `restore` is fatal to the engine.
+    """The device side of a step. An exception in `batch`, `launch` or `fetch` fails the step, and
+    perhaps one request (`EngineCore.step`); an exception in `restore` is fatal to the engine.
     """
 
     @property
     def compiles(self) -> int:
-        """Compilations since the engine was ready; should stay 0."""
+        """Number of compilations since the engine was ready; it should stay 0."""
         ...
 
     def batch(self, plan: Plan) -> Any:
-        """Pack a plan for upload; reads the plan's sequences now, keeps none of their lists."""
+        """Pack a plan for upload. It reads the plan's sequences and keeps none of their lists."""
         ...
 
     def launch(self, batch: Any) -> Any:
@@ -64,14 +66,14 @@ class _StepRunner(Protocol):
         ...
 
     def learn_drafts(self, launched: Any) -> None:
-        """Have sequences that are held to grammars know the drafts that a launched step checks of
-        them (`Sequence.drafts`), where they did not know them before. Called before `choose`.
+        """Set `Sequence.drafts` of sequences with grammars to the drafts that a launched step
+        checks, where the host did not know them before. Called before `choose`.
         """
         ...
 
     def choose(self, launched: Any, rows: list[MaskedRow], masks: Any) -> None:
-        """Choose the tokens of these rows of a step that was launched, under masks: int32 [rows,
-        ceil(V / 32)], a bit for each token. Called before any other step is launched.
+        """Choose the tokens of these rows of a launched step under masks. masks: int32 [rows,
+        ceil(V / 32)], one bit for each token. Called before any other step is launched.
         """
         ...
 
@@ -80,8 +82,8 @@ class _StepRunner(Protocol):
         ...
 
     def restore(self, error: Exception) -> None:
-        """Make the device as it was at the start, after `error` in a step; launched steps are not
-        fetched any more. Raises if it cannot compute at all.
+        """Reset the device state after `error` in a step; steps launched before are not fetched
+        any more. Raises if the device cannot compute at all.
         """
         ...
 
@@ -92,24 +94,24 @@ class _StepRunner(Protocol):
         ...
 
     def wake(self, alive: Callable[[], None]) -> None:
-        """Take the memory again, as it was at the start. Raises if it cannot be had."""
+        """Allocate the memory again, in its initial state. Raises if that is not possible."""
         ...
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step, and when each part of its launch was done (clock, seconds)."""
+    """A launched step, with the clock times in seconds of each stage of its launch."""
 
     plan: Plan
-    #: What `_StepRunner.launch` returned for it.
+    #: The result of `_StepRunner.launch`.
     launched_step: Any
-    #: Beginning and end of planning.
+    #: Start and end of planning.
     started: float
     planned: float
-    #: End of packing, and of launching.
+    #: End of packing, and end of launching.
     batched: float
     launched: float
-    #: Whether something was compiled for it.
+    #: Whether a program was compiled during the launch.
     compiled: bool
 
 
@@ -144,29 +146,30 @@ class EngineCore:
     scheduler: Scheduler
     runner: _StepRunner
     ledger: Ledger
-    #: Seconds.
+    #: Returns the time in seconds.
     clock: Callable[[], float] = time.monotonic
-    #: Called with a step's number before it runs, if it is the first of its kind: it may take much
-    #: longer than others.
+    #: Called with the number of a step before it runs if it is the first of its kind, which may
+    #: take much longer than others.
     on_first_step: Callable[[int], None] = _ignore
-    #: The next step is planned as late as the device allows, so that a request that comes while a
-    #: step runs is in the next one: for a device whose steps are long beside the host's work.
+    #: Whether to plan the next step as late as the device allows, so that requests that arrive
+    #: while a step runs join the next one. For devices whose steps take long compared with the
+    #: host's work.
     plans_late: bool = False
     #: Kinds of steps that have run: (bucket, greedy_only).
     _kinds: set[tuple[Bucket, bool]] = field(default_factory=set[tuple[Bucket, bool]])
     #: The step that the device computes.
     _flight: _Flight | None = None
-    #: Whether the last step had nothing to compute, though sequences are open.
+    #: Whether the last step had nothing to compute although sequences are open.
     _all_wait: bool = False
     #: Whether the device's memory is freed, see `sleep`.
     _asleep: bool = False
-    #: Time at which the device finished the last step; None after a time without work.
+    #: Clock seconds at which the device finished the last step; None after an idle period.
     _ready: float | None = None
-    #: Seconds that planning, packing and launching took, of the newest steps.
+    #: Seconds that planning, packing and launching took in the newest steps.
     _launches_s: deque[float] = field(default_factory=lambda: deque([_FIRST_LAUNCH_S], _LAUNCHES))
 
     def __post_init__(self) -> None:
-        #: Requests on their way to the scheduler.
+        #: Requests before they reach the scheduler.
         self.intake = Intake(self.scheduler)
         self._reporter = Reporter(self.scheduler, self.clock)
 
@@ -179,13 +182,14 @@ class EngineCore:
 
     @property
     def has_outputs(self) -> bool:
-        """True when outputs wait for the next step to hand them out."""
+        """True when outputs wait for the next report."""
         return bool(self.intake.rejected) or self.scheduler.has_outputs
 
     @property
     def pause_s(self) -> float:
-        """Seconds in which `step` would do nothing unless a request comes, because the policy lets
-        all wait, or all sit out; or in which it need not plan (`late_plan_slack_s`); else 0.
+        """Seconds during which `step` would do nothing unless a request arrives, because the policy
+        lets all sequences wait or all wait for masks, or during which planning can be delayed
+        (`late_plan_slack_s`); else 0.
         """
         if self._flight is not None or self.has_outputs or self._reporter.questions:
             return self.late_plan_slack_s
@@ -200,9 +204,9 @@ class EngineCore:
 
     @property
     def late_plan_slack_s(self) -> float:
-        """How long planning can be delayed so that late arrivals still join the next step: the
-        device should still be busy for longer. 0 unless the engine plans late, and where a late
-        arrival could not board.
+        """How many seconds planning can be delayed so that late arrivals still join the next step,
+        while the device stays busy. 0 if the engine does not plan late, or if a late arrival could
+        not board.
         """
         flight = self._flight
         if not self.plans_late or flight is None or self.has_outputs or self._reporter.questions:
@@ -224,7 +228,9 @@ class EngineCore:
         self.intake.learn(tokenizer)
 
     def set_adapters(self, message: SetAdapters) -> AdaptersSet | None:
-        """Serve other adapters. -> the answer, if it is known at once; else a report has it."""
+        """Change the served adapters. -> the answer if it is known at once; else a later report
+        contains it.
+        """
         return self.intake.set_adapters(message, asleep=self._asleep)
 
     @property
@@ -233,20 +239,20 @@ class EngineCore:
         return self.intake.open_adapters
 
     def serve_adapters(self, numbers: set[int]) -> None:
-        """Accept requests for these adapters, too."""
+        """Accept requests for these adapters too."""
         self.scheduler.serve_adapters(numbers)
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = "abort"
     ) -> None:
-        """End a request (index None) or one of its sequences; its terminal output comes with the
-        next report.
+        """End a request (index None) or one of its sequences; the next report contains its terminal
+        output.
         """
         self.intake.abort(request_id, index, reason)
 
     def report_ended(self) -> StepReport | None:
-        """A report of what has ended since the last one, between two steps: a client that leaves
-        frees its seat, and a refused one knows, before the next step is done. None: nothing has.
+        """Report, between two steps, the sequences that ended since the last report, so that
+        refusals and aborts do not wait for the next step to finish. None if none has ended.
         """
         if not self.has_outputs:
             return None
@@ -254,17 +260,17 @@ class EngineCore:
         return StepReport(outputs, events=self._reporter.events(None, self.clock()))
 
     def ask(self, question: AskSeatMap) -> None:
-        """Have the next step's report answer, as things stand after its plan: between a step's end
-        and the next plan a seat that was just left looks free though a sequence waits for it.
-        Without work, use `seat_map`.
+        """Ask for a seat map, which the next step's report contains. It shows the state after that
+        step's plan: between a step's end and the next plan a seat looks free although a sequence
+        waits for it. Without work, use `seat_map`.
         """
         self._reporter.questions.append(question)
 
     def step(self) -> StepReport:
         """Plan and launch the next step, then fetch and commit the one before it.
 
-        After a step that fails all sequences wait again, and the one to blame is found
-        (`Scheduler.step_failed`). Raises whatever the runner raises if it cannot go on either.
+        After a failed step all sequences wait again, and the scheduler finds the one to blame
+        (`Scheduler.step_failed`). If the runner cannot recover, its exception is raised.
         """
         previous, self._flight = self._flight, None
         started = self.clock()
@@ -287,13 +293,13 @@ class EngineCore:
         return self._report(outputs, outcome.record, outcome.chunks)
 
     def _is_alone(self, plan: Plan, now: float) -> bool:
-        """Whether nothing is to be launched behind a step: while a failure is isolated, or when no
-        client waits for it.
+        """Whether to launch no step behind this one: while a failure is being isolated, or when the
+        step is background work.
         """
         return self.scheduler.isolating_failure or self.scheduler.lets_others_first(plan, now)
 
     def _try_launch(self, plan: Plan, started: float) -> _Failure | None:
-        """Start a plan's step. -> the failure, if there was one."""
+        """Launch a plan's step. -> the failure, if any."""
         try:
             self._flight = self._launch(plan, started)
         except Exception as error:
@@ -301,10 +307,10 @@ class EngineCore:
         return None
 
     def _try_choose(self, flight: _Flight) -> _Failure | None:
-        """Choose the tokens of sequences that are held to grammars, now that the tokens before them
-        are known; the device computes the step meanwhile.
+        """Choose the tokens of sequences with grammars, now that the tokens before them are known.
+        The device computes the step meanwhile.
         """
-        assert self.intake.grammars is not None  # which alone makes matchers
+        assert self.intake.grammars is not None  # only the grammar manager makes matchers
         try:
             self.runner.learn_drafts(flight.launched_step)
         except Exception as error:
@@ -398,10 +404,10 @@ class EngineCore:
         )
 
     def _record(self, flight: _Flight, waited: float, ready: float) -> bytes:
-        """Account for a step that was committed. waited, ready: when the host began to wait for it,
-        and when it was there.
+        """Make the ledger record of a committed step. waited, ready: clock seconds at which the
+        host began to wait for the result, and had it.
 
-        What the host waited for it is what the device took, unless the host was slower.
+        The device time ends at `ready`: it is exact unless the host fetched the result later.
         """
         plan = flight.plan
         before = self._ready
@@ -413,7 +419,7 @@ class EngineCore:
         device = ready - began
         if not flight.compiled:
             self.scheduler.observe(plan, device, gap)
-        # The next step's gap is idle time only while there was something to do.
+        # The gap before the next step counts as idle time only if there is work now.
         busy = self._flight is not None or self.scheduler.has_open
         self._ready = ready if busy else None
         return self.ledger.record(
@@ -455,7 +461,7 @@ class EngineCore:
         )
 
     def sleep(self, alive: Callable[[], None]) -> int:
-        """Free the device's memory, until `wake`. alive: called now and then. -> bytes freed.
+        """Free the device's memory until `wake`. alive: called from time to time. -> bytes freed.
         Raises RequestError busy while there is work.
         """
         if self.has_work:
@@ -468,18 +474,18 @@ class EngineCore:
         return freed
 
     def wake(self, alive: Callable[[], None]) -> None:
-        """Take the memory again. Raises if it cannot be had."""
+        """Allocate the memory again. Raises if that is not possible."""
         if self._asleep:
             self.runner.wake(alive)
         self._asleep = False
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached pages of earlier prompts. Running sequences keep their pages."""
+        """Drop all cached pages of earlier prompts; running sequences keep theirs."""
         self.scheduler.forget_prefixes()
 
     def run_until_idle(self, max_steps: int = 100_000) -> list[SequenceOutput]:
-        """Step until there is no work; all outputs in order. RuntimeError if max_steps were not
-        enough.
+        """Step until there is no work, and return all outputs in order. Raises RuntimeError if
+        there is still work after max_steps.
         """
         outputs: list[SequenceOutput] = []
         for _ in range(max_steps):
@@ -489,13 +495,15 @@ class EngineCore:
         raise RuntimeError(f"still busy after {max_steps} steps")
 
     def seat_map(self, ticket: int = 0, *, seats: bool = True) -> SeatMap:
-        """Every seat (unless `seats` is false) and the state of every page; ticket: of the
-        question.
+        """Return every seat (unless `seats` is false) and the state of every page. ticket: number
+        of the question that this answers.
         """
         return self._reporter.seat_map(ticket, seats=seats)
 
     def check(self) -> None:
-        """Raise RuntimeError if a page, seat or sequence is lost, or the ledger does not close."""
+        """Raise RuntimeError if a page, seat or sequence is lost, or if the ledger does not
+        close.
+        """
         self.scheduler.check()
         if not self.ledger.closes():
             raise RuntimeError("the ledger does not close")

@@ -1,4 +1,4 @@
-"""Finds the sequence that makes a step fail."""
+"""Isolates the sequence that makes a step fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepBlame:
 
     @property
     def first(self) -> Sequence | None:
-        """The sequence that is tried next; None if there is none. Ended ones are dropped."""
+        """The sequence that is tried next; None without suspects. Ended sequences are dropped."""
         waiting = self._waiting
         while waiting and waiting[0].finish is not None:
             waiting.popleft()
@@ -43,9 +43,9 @@ class StepBlame:
         return None
 
     def acquit(self) -> None:
-        """The first sequence has passed."""
+        """Drop the first suspect, which was computed without a failure."""
         self._waiting.popleft()
 
     def clear(self) -> None:
-        """The sequence to blame is found."""
+        """Drop all suspects: the sequence to blame is found."""
         self._waiting.clear()

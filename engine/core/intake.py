@@ -1,5 +1,5 @@
-"""The intake of requests: waits for their adapters and grammars, and checks their limits, before
-the scheduler gets them.
+"""The intake holds requests until their adapters and grammars are ready, then passes them to the
+scheduler.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Intake:
     """Requests that wait for an adapter or a grammar, and refusals."""
 
     scheduler: Scheduler
-    #: Manager of grammars; None until the tokenizer is known, see `learn`.
+    #: Grammar manager; None until the tokenizer is known, see `learn`.
     grammars: GrammarManager | None = None
-    #: Manager of adapters; None if there are none and no room for any.
+    #: Adapter manager; None if the engine has no adapters and no room for any.
     adapters: AdapterManager | None = None
     #: Terminal outputs of refused requests, for the next report.
     rejected: list[SequenceOutput] = field(default_factory=list[SequenceOutput])
@@ -58,7 +58,7 @@ class Intake:
         return self.scheduler.open_adapters | waiting
 
     def learn(self, tokenizer: str) -> None:
-        """Enable grammars. tokenizer: the model's, as JSON of the `tokenizers` library.
+        """Enable grammars. tokenizer: the model's tokenizer, as JSON of the `tokenizers` library.
         Takes half a second for 50,000 tokens.
         """
         from jitney.engine.core.grammar.manager import GrammarManager
@@ -72,7 +72,9 @@ class Intake:
             _log.warning("no answer can be held to a grammar: %s", error)
 
     def set_adapters(self, message: SetAdapters, *, asleep: bool) -> AdaptersSet | None:
-        """Serve other adapters. -> the answer, if it is known at once; else a report has it."""
+        """Change the served adapters. -> the answer if it is known at once; else a later report
+        contains it.
+        """
         if self.adapters is None:
             return AdaptersSet(message.ticket, _NO_ADAPTERS)
         if asleep:
@@ -82,7 +84,7 @@ class Intake:
         return None
 
     def add(self, request: EngineRequest) -> None:
-        """Take a request; a refusal becomes one terminal output per sequence."""
+        """Accept a request; a refusal becomes one terminal output per sequence."""
         if self.adapters is not None and request.adapter:
             request = self.adapters.current(request)
             refusal = self.adapters.refusal(request)
@@ -119,9 +121,9 @@ class Intake:
                     self.scheduler.abort(request.id, index, reason)
 
     def tend_adapters(self, open_adapters: Callable[[], set[int]]) -> set[int]:
-        """Go on with a change of adapters, and with requests whose adapters are loaded now.
-        open_adapters: numbers that open requests ask for. -> numbers of those that are served;
-        empty without a change.
+        """Continue a change of adapters, and the requests whose adapters are loaded now.
+        open_adapters: returns the adapter numbers that open requests use. -> numbers of the served
+        adapters; empty if no change is under way.
         """
         if self.adapters is None or not self.adapters.is_busy:
             return set()
@@ -157,7 +159,7 @@ class Intake:
         return rejected
 
     def _reject(self, request: EngineRequest, error: ErrorInfo) -> None:
-        # n itself may be what was refused.
+        # The request may have been refused because of n itself.
         for index in range(min(max(1, request.sampling.n), REQUEST_MOST.n)):
             self.rejected.append(SequenceOutput(request.id, index, finish="error", error=error))
 

@@ -1,6 +1,8 @@
-"""The device side of a step: pack, launch, fetch; donated state, late tokens.
+"""The runner is the device side of a step: it packs, launches and fetches steps, and holds the
+state that they replace.
 
-The next step reads sampled tokens by seat (`seat_tokens`), so they never wait for the host.
+The next step reads sampled tokens on the device by seat (`seat_tokens`), so it never waits for the
+host.
 """
 
 from __future__ import annotations
@@ -33,41 +35,41 @@ class _Batch(msgspec.Struct):
     """A plan and its upload, ready to launch."""
 
     plan: Plan
-    #: For the executable without a sampler.
+    #: Whether the executable without a sampler runs it.
     greedy_only: bool
-    #: int32, the whole upload (`engine.core.executor.inputs`).
+    #: The whole upload, int32 (`engine.core.executor.inputs`).
     packed: np.ndarray
-    #: What a draft model writes before the step; None: nothing.
+    #: Upload of the draft model's programs that run before the step; None: none run.
     drafting: DraftUpload | None = None
 
 
 class LaunchedStep(msgspec.Struct):
-    """A step on the device; `output` fills in there."""
+    """A step that runs on the device, which fills `output`."""
 
     plan: Plan
     output: StepOutput
-    scored: int  #: rows that bring prompt log-probabilities
-    #: float32 [S, E] on the device, see `Program.pool`; None where no vector is wanted.
+    scored: int  #: number of rows that return prompt log-probabilities
+    #: float32 [S, E] on the device, see `Program.pool`; None if no vector is requested.
     pooled: Array | None = None
-    #: float32 [S, V] on the device, until `choose`; None where they are not needed.
+    #: float32 [S, V] on the device, until `choose`; None if no token is chosen under a mask.
     logits: Array | None = None
-    #: int32 [M, K] on the device, those that programs beside the step wrote for it; None where
-    #: they are not needed.
+    #: int32 [M, K] on the device: drafts that a draft model wrote for this step; None if the host
+    #: does not need them.
     drafts: Array | None = None
-    #: What was chosen behind the step, and of each row of it that counts: (its number there, its
-    #: number among the logit rows).
+    #: Tokens chosen under masks after the step, and for each of these rows (its index in `chosen`,
+    #: its index among the logit rows).
     chosen: Chosen | None = None
     chosen_rows: list[tuple[int, int]] = []
 
 
 def _copy_to_host(output: object) -> None:
-    """Start the copies of a step's results."""
+    """Start copying a step's results to the host."""
     for array in jax.tree.leaves(output):
         array.copy_to_host_async()
 
 
 def _copy_sampled(sampled: Array | Sampled, *, logprobs: bool) -> None:
-    """Start the copies of `StepOutput.sampled`; without log-probabilities only of its tokens."""
+    """Start copying `StepOutput.sampled` to the host; without log-probabilities only its tokens."""
     if isinstance(sampled, Sampled) and not logprobs:
         sampled = sampled.tokens
     _copy_to_host(sampled)
@@ -82,17 +84,18 @@ class Runner:
     def __init__(self, programs: StepPrograms, *, end_ids: tuple[int, ...]):
         self.programs = programs
         self.end_ids = end_ids
-        #: The same list as the programs': its arrays are exchanged, and leave when it sleeps.
+        #: The weights, in the same list object as the programs' `leaves`; `exchange`, `sleep` and
+        #: `wake` replace its arrays.
         self.leaves = programs.leaves
         self.builder = programs.builder
-        #: Shapes until `compile` allocates it: compiling needs no arrays.
+        #: The device state; shapes until `compile` allocates it, since compiling needs no arrays.
         self.state: DeviceState = programs.shapes
         self._drafts = programs.drafts
-        #: The weights of all models; and while it sleeps those on the host, and where on the device
-        #: each belongs.
+        #: The weights of all models, and during sleep their copies on the host, each with its
+        #: sharding on the device.
         self._all_leaves = [self.leaves, *([] if self._drafts is None else [self._drafts.leaves])]
         self._asleep: list[list[tuple[np.ndarray, jax.sharding.Sharding]]] = []
-        # Of the process, when `compile` was done.
+        # Compilations of this process at the end of `compile`.
         self._compiled_before = 0
 
     def compile(
@@ -110,7 +113,7 @@ class Runner:
         try:
             self.warm_up()
         except jax.errors.JaxRuntimeError:
-            # The next core compiles its own, if that is what was wrong.
+            # A stored program may be the cause: the next core compiles anew.
             if programs.step.kept is not None:
                 programs.step.kept.discard()
             raise
@@ -127,7 +130,7 @@ class Runner:
             self._drafts.warm_up(self.programs.buckets, self.builder, self.state)
 
     def _run_empty(self, bucket: Bucket, greedy_only: bool) -> Array | None:
-        """A step without a row, to its end; its logits."""
+        """Run an empty step to its end. -> its logits."""
         packed = self.builder.empty(bucket, greedy_only)
         output, logits = jax.block_until_ready(self.run(bucket, greedy_only, packed))
         if bucket in self.programs.pools:
@@ -137,9 +140,9 @@ class Runner:
     def _run_pool(
         self, bucket: Bucket, greedy_only: bool, output: StepOutput, packed: np.ndarray
     ) -> Array:
-        """See `Program.pool`. packed: the step's upload."""
+        """Run `Program.pool` after a step. packed: the step's upload."""
         own = self.builder.layout(bucket, greedy_only).slices["cu_q"]
-        # Of its own: the upload is written anew while a device may still read this.
+        # Copied, because the upload is overwritten while a device may still read this.
         return self.programs.pools[bucket](self.leaves, output.hidden, packed[own].copy())
 
     def _warm_up_choices(self, logits: Array) -> None:
@@ -155,7 +158,7 @@ class Runner:
 
     @property
     def compiles(self) -> int:
-        """Compilations in this process since `compile`; one after ready is a bug worth showing."""
+        """Number of compilations in this process since `compile`; any later one is a bug."""
         return compilations.count - self._compiled_before
 
     def batch(self, plan: Plan) -> _Batch:
@@ -163,14 +166,14 @@ class Runner:
         return self.pack(plan, self.programs.runs_greedy_only(plan.bucket, plan.greedy_only))
 
     def pack(self, plan: Plan, greedy_only: bool) -> _Batch:
-        """As `batch`, for the executable without a sampler or for the other one."""
+        """Pack the plan for the executable without a sampler (greedy_only) or for the full one."""
         batch = _Batch(plan, greedy_only, self.builder.build(plan, greedy_only))
         if self._drafts is not None:
             batch.drafting = self._drafts.pack(plan, self.programs.buckets, self.builder)
         return batch
 
     def launch(self, batch: _Batch) -> LaunchedStep:
-        """Dispatch one step and start to copy its tokens to the host."""
+        """Dispatch one step and start copying its tokens to the host."""
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
@@ -195,8 +198,8 @@ class Runner:
         return step
 
     def learn_drafts(self, launched: LaunchedStep) -> None:
-        """Wait for the drafts of a step's sequences that are held to grammars, if programs beside
-        it wrote them, and note them.
+        """Wait for the drafts that a draft model wrote for this step, and store those of sequences
+        with grammars in `Sequence.drafts`.
         """
         if launched.drafts is None:
             return
@@ -205,14 +208,16 @@ class Runner:
             row.chunk.seq.drafts = _known(drafts[row.seat])
 
     def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
-        """Dispatch the program that chooses the tokens of these rows of the last step."""
+        """Dispatch the program that chooses the tokens of these rows of the last step, under
+        masks.
+        """
         logits, launched.logits = launched.logits, None
         assert logits is not None  # the launch kept them, since the plan has masked rows
         computed = logits.shape[0]
         size = self.programs.choices.size(len(rows))
         upload = MaskedRows.empty(size, self.programs.config.vocab_size, self.programs.sizes.seats)
         for number, (masked, mask) in enumerate(zip(rows, masks, strict=True)):
-            # Where all rows of the step are taken, each stays where it is.
+            # If the program takes all rows of the step, each keeps its index.
             place = masked.row if size == computed else number
             self.builder.put_masked(upload, place, masked, mask)
             launched.chosen_rows.append((place, masked.row))
@@ -225,8 +230,8 @@ class Runner:
         _copy_to_host((chosen.guessed, chosen.drafts))
 
     def run_choice(self, logits: Array, numbers: np.ndarray | None, upload: MaskedRows) -> Chosen:
-        """Run a program that chooses behind a step; replaces the donated state. numbers: int32 [R],
-        the step's logit rows; None: all.
+        """Run a program that chooses tokens after a step; replaces the donated state. numbers:
+        int32 [R], indices of the step's logit rows; None: all rows.
         """
         if numbers is not None:
             logits = self.programs.choices.picks[logits.shape[0], len(numbers)](logits, numbers)
@@ -237,7 +242,7 @@ class Runner:
         return chosen
 
     def _install(self, seq: Sequence) -> None:
-        """Give the seat of a boarding sequence its counts and biases, if it needs any."""
+        """Write the token counts, biases and recent tokens of a boarding sequence to its seat."""
         params = seq.request.sampling
         if params.penalised or params.biased:
             vocab = self.programs.config.vocab_size
@@ -250,13 +255,13 @@ class Runner:
             )
 
     def board(self, seat: int, row: Iterable[np.ndarray]) -> None:
-        """Give a seat its row of `SeatState`."""
+        """Write a seat's row of `SeatState`."""
         self.state.seats = self.programs.board(self.state.seats, np.int32(seat), *row)
 
     def run(
         self, bucket: Bucket, greedy_only: bool, packed: np.ndarray
     ) -> tuple[StepOutput, Array | None]:
-        """Run an executable; replaces the donated state -> (output, logits or None)."""
+        """Run an executable; replaces the donated state. -> (output, logits or None)."""
         state, executable = self.state, self.programs.executables[bucket, greedy_only]
         if self._drafts is not None:
             self._drafts.read(bucket, packed, state)
@@ -274,8 +279,8 @@ class Runner:
         return output, logits
 
     def exchange(self, arrays: Mapping[ModelPath, Array]) -> None:
-        """Steps that are launched from now on have these weights, by their path in the model; those
-        that run keep the ones that they have. Each is as large, and laid out, as the one before.
+        """Replace weights, given by their path in the model, for all steps launched from now on;
+        running steps keep the old ones. Raises ValueError unless shape and dtype stay the same.
         """
         for path, array in arrays.items():
             number = self.programs.leaf_numbers[path]
@@ -285,14 +290,14 @@ class Runner:
             self.leaves[number] = array
 
     def restore(self, error: Exception) -> None:
-        """Allocate the state anew after `error`: a failed step has consumed what was donated.
-        Raises what the device raises if an empty step fails too.
+        """Allocate the state anew after `error`, because a failed step has consumed the donated
+        arrays. Raises the device's error if an empty step fails too.
         """
-        self._free_state()  # before its room is needed again
+        self._free_state()  # first, so that both states need not fit the memory
         self._start_over()
 
     def _free_state(self) -> int:
-        """Let go of the state; its bytes."""
+        """Free the state. -> bytes freed."""
         if self._drafts is not None:
             self._drafts.forget()
         freed = 0
@@ -304,7 +309,7 @@ class Runner:
         return freed
 
     def _start_over(self) -> None:
-        """The state as it was at the start, and a step without a row."""
+        """Allocate the initial state and run an empty step."""
         programs = self.programs
         self.state = programs.shapes.allocate(programs.config)
         self.builder = programs.sizes.builder(programs.config)
@@ -312,9 +317,9 @@ class Runner:
         self._run_empty(smallest, True)
 
     def sleep(self, alive: Callable[[], None]) -> int:
-        """Free the device's memory, until `wake`; nothing may be launched. The KV pool and what
-        seats keep are let go; weights are copied to the host, unless the device is a CPU, whose
-        memory they are in already. alive: called now and then. -> bytes freed.
+        """Free the device's memory until `wake`; no step may be launched meanwhile. The KV pool and
+        the state of seats are dropped; weights are copied to the host, unless the device is a CPU
+        and they are in its memory already. alive: called from time to time. -> bytes freed.
         """
         freed = self._free_state()
         if jax.default_backend() == "cpu":
@@ -332,7 +337,7 @@ class Runner:
         return freed
 
     def wake(self, alive: Callable[[], None]) -> None:
-        """Take the memory again. Nothing is compiled for it. Raises what the device raises."""
+        """Allocate the memory again, without compiling. Raises the device's error if that fails."""
         for leaves, asleep in zip(self._all_leaves, self._asleep, strict=False):
             for number, (weights, sharding) in enumerate(asleep):
                 leaves[number] = jax.block_until_ready(jax.device_put(weights, sharding))
@@ -341,7 +346,7 @@ class Runner:
         self._start_over()
 
     def fetch(self, launched: LaunchedStep) -> StepResult:
-        """Wait for what a step brought."""
+        """Wait for the results of a step."""
         plan, (sampled, broken, scores, _, guessed, _) = launched.plan, launched.output
         result = _sampled(plan, sampled)
         if guessed is not None:
@@ -378,7 +383,7 @@ def _sampled(plan: Plan, sampled: Array | Sampled) -> StepResult:
 
 
 def _put_chosen(result: StepResult, chosen: Chosen, rows: list[tuple[int, int]]) -> None:
-    """Put what was chosen behind a step in the place of what it chose itself."""
+    """Replace the step's own tokens by those chosen under masks after it."""
     tokens = np.asarray(chosen.sampled.tokens).tolist()
     for number, row in rows:
         result.tokens[row] = tokens[number]
@@ -394,7 +399,7 @@ def _put_chosen(result: StepResult, chosen: Chosen, rows: list[tuple[int, int]])
 
 
 def _known(drafts: list[int]) -> list[int]:
-    """Those before the first -1."""
+    """The drafts before the first -1."""
     return [*takewhile(lambda token: token >= 0, drafts)]
 
 
@@ -403,6 +408,8 @@ def _wants_logprobs(plan: Plan) -> bool:
 
 
 def _entries(columns: Iterable[Array], rows: int) -> list[TokenLogprobs]:
-    """The first `rows` of log-probabilities, and of the most likely ids and theirs."""
+    """The entries of the first `rows` rows. columns: log-probabilities, then ids and
+    log-probabilities of the likeliest tokens.
+    """
     lists = [np.asarray(column)[:rows].tolist() for column in columns]
     return [TokenLogprobs(*entry) for entry in zip(*lists, strict=True)]

@@ -1,7 +1,8 @@
-"""The compiled programs of an engine: all that its steps run, made before the first one.
+"""The compiled programs of an engine: all programs that its steps run, compiled before the first
+step.
 
-One executable per bucket and kind (all-greedy, or with the sampler); on a CPU made of programs that
-buckets share (`step_parts`).
+There is one executable per bucket and kind (all-greedy, or with the sampler); on a CPU it consists
+of programs that buckets share (`step_parts`).
 """
 
 from __future__ import annotations
@@ -39,25 +40,26 @@ from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.weights.checkpoints.names import Path as ModelPath
 from jitney.kernels.interface import Kernels
 
-#: Called with the executables done, all of them, and the last one's name.
+#: Called with the number of executables done, their total, and the name of the last one done.
 type Report = Callable[[int, int, str], None]
-#: Threads that compile, at least and at most: XLA does it outside the interpreter lock, and needs
-#: memory for each.
+#: Least and most threads that compile: XLA compiles outside the interpreter lock, and needs memory
+#: for each thread.
 _COMPILERS, _MOST_COMPILERS = 2, 16
 
 
 def report_nothing(done: int, total: int, what: str) -> None:
-    """A `Report` that is dropped."""
+    """A `Report` that does nothing."""
 
 
 class StepPrograms:
-    """The programs of a model on the default device or a mesh, and the shapes that they take.
+    """The programs of a model on the default device or a mesh, and the shapes of their arguments.
 
-    model: with its weights, on a mesh in shares, and one device's configuration. sizes: of as many
-    seats as the buckets. greedy_only_mixed: see `runs_greedy_only`. in_parts: run each step as
-    several programs (`StepParts`). pooling: how vectors of prompts are made; None: none are.
-    draft_model: what drafts where `sizes.drafting` has no drafter. keep: from what programs are
-    made of to where they are kept (`KeptPrograms.of`); None: nowhere.
+    model: the model with its weights (on a mesh, split into shares) and one device's configuration.
+    sizes: with the same number of seats as the buckets. greedy_only_mixed: see `runs_greedy_only`.
+    in_parts: run each step as several programs (`StepParts`). pooling: how prompts' vectors are
+    made; None: no vectors. draft_model: drafts tokens if `sizes.drafting` has no drafter. keep:
+    makes the store of programs from the facts that they depend on (`KeptPrograms.of`); None: no
+    store.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class StepPrograms:
         keep: Callable[[Iterable[object]], KeptPrograms] | None = None,
     ):
         graph, weights = nnx.split(model)
-        #: The weights, flat: what a step's program takes first.
+        #: The weights as a flat list, the first argument of a step's program.
         self.leaves, treedef = jax.tree.flatten(weights)
         flat, _ = jax.tree_util.tree_flatten_with_path(weights)
-        #: By path in the model, which of `leaves` a weight is.
+        #: Index in `leaves` of each weight, by its path in the model.
         self.leaf_numbers = {_path_of(keys): number for number, (keys, _) in enumerate(flat)}
         encoder = model.config.encoder is not None
         self.step = Program(graph, treedef, kernels, mesh, sizes.logprobs, pooling, encoder)
@@ -87,9 +89,9 @@ class StepPrograms:
         self.buckets = buckets
         self.sizes = sizes
         self.greedy_only_mixed = greedy_only_mixed
-        #: Packs the steps' uploads, with no seat taken yet.
+        #: Packs the steps' uploads; no seat is taken yet.
         self.builder = sizes.builder(model.config)
-        #: The state that steps replace.
+        #: Shapes of the state that steps replace.
         self.shapes = sizes.shapes(model.config, kernels, mesh)
         self.draft_model = draft_model
         self.drafts: DraftPrograms | None = None
@@ -99,22 +101,22 @@ class StepPrograms:
             facts = self._facts(greedy_only_mixed, in_parts)
             self.step = replace(self.step, kept=keep(facts))
         own = own_mesh(mesh)
-        #: What runs beside the step, and the state that it has: on the devices of this engine,
-        #: where several share experts.
+        #: Base of the programs that run outside the step, and the shapes of their state. Where
+        #: several engines share experts, these use only the devices of this engine.
         self.beside = replace(self.step, mesh=own)
         self.beside_shapes = sizes.shapes(model.config, kernels, own)
-        #: What runs a step, by (bucket, greedy_only).
+        #: Callables that run a step, by (bucket, greedy_only).
         self.executables: dict[tuple[Bucket, bool], StepCall] = {}
         self.parts = self._step_parts() if in_parts else None
-        #: Those that choose tokens behind a step.
+        #: Programs that choose tokens under masks after a step.
         self.choices = Choices(buckets.decode[-1].seats)
-        #: By mixed bucket, what makes vectors of a step's hidden states.
+        #: Programs that make vectors from a step's hidden states, by mixed bucket.
         self.pools: dict[Bucket, jax.stages.Compiled] = {}
-        #: Installs a boarding sequence's sampling state.
+        #: Program that writes a boarding sequence's sampling state to its seat.
         self.board: jax.stages.Compiled
-        #: The same of its tokens, in an engine that speculates.
+        #: Program that writes its recent tokens, in an engine that drafts by prompt lookup.
         self.board_tokens: jax.stages.Compiled
-        #: Seconds that compiling took, and the first run of everything.
+        #: Seconds of compiling and of the first run of all programs.
         self.compile_seconds = 0.0
 
     def _add_drafts(self, model: DraftModel) -> None:
@@ -124,7 +126,7 @@ class StepPrograms:
 
     def _step_parts(self) -> StepParts:
         counts = {bucket.seats for bucket in self.buckets.decode}
-        # More rows, all of them of one step's drafts, are in no step with prompts.
+        # Larger decode buckets hold drafts; steps with prompts never have that many logit rows.
         row_counts = [count for count in counts if count <= self.sizes.seats]
         return StepParts(self.step, self.leaves, self.shapes, self.builder.layout, row_counts)
 
@@ -160,8 +162,8 @@ class StepPrograms:
         report: Report = report_nothing,
         threads: int = 0,
     ) -> None:
-        """Compile those of these (bucket, greedy_only) that are missing, `threads` at a time; 0: by
-        the processors.
+        """Compile the missing executables of these (bucket, greedy_only), `threads` at a time; 0:
+        as many as suit the number of processors.
         """
         threads = threads or min(_MOST_COMPILERS, max(_COMPILERS, len(own_processors())))
         report(0, len(kinds), "")
@@ -177,7 +179,7 @@ class StepPrograms:
                 report(done, len(kinds), _name_of(*kind))
 
     def _start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
-        """Begin to compile a step. -> what waits for that, and returns what runs it."""
+        """Begin to compile a step. -> a function that waits and returns the compiled step."""
         if self.parts is not None:
             return self.parts.start(pool, bucket, greedy_only)
         lowered = self.step.lowered(
@@ -189,7 +191,7 @@ class StepPrograms:
         return self.step.lower(self.builder.layout(bucket, greedy_only), self.leaves, self.shapes)
 
     def _compile_board(self) -> None:
-        """The small program that installs a boarding sequence's sampling state."""
+        """Compile the small programs that write a boarding sequence's state to its seat."""
         whole, seats = self.beside.whole, self.beside_shapes.seats
         row = [whole(column.shape[1:], column.dtype) for column in seats]
         board = jax.jit(
@@ -207,7 +209,9 @@ class StepPrograms:
             self.board_tokens = board.lower(tokens, seat, row).compile()
 
     def _compile_pools(self) -> None:
-        """The programs of vectors, if the engine makes any: one for each bucket with prompts."""
+        """Compile the programs that make vectors of prompts, one for each mixed bucket, if the
+        engine pools.
+        """
         if self.step.pooling is None:
             return
         width, dtype = self.config.hidden_size, self._hidden_dtype
@@ -229,8 +233,8 @@ class StepPrograms:
         return kinds
 
     def distinct_kinds(self) -> Iterator[tuple[Bucket, bool]]:
-        """Those whose programs are not all of other kinds: of steps in parts, an all-greedy one
-        with prompts runs programs of the same bucket's sampling and of decode steps.
+        """The kinds that have a program of their own. An all-greedy mixed step in parts has none:
+        it runs programs of the same bucket's sampling step and of decode steps.
         """
         for bucket, greedy_only in self.executables:
             if self.parts is None or bucket.decode_only or not greedy_only:
@@ -247,9 +251,9 @@ class StepPrograms:
         return self.step.encoder or (greedy_only and (bucket.decode_only or self.greedy_only_mixed))
 
     def largest_temp_bytes(self) -> int:
-        """Temporaries of the largest step on each device, with the logits of two steps, for sizing
-        the pool: of most rows, whose layers need most, or of most seats, whose sampler does.
-        `compile` reuses these executables.
+        """Bytes of temporaries of the largest step on each device, with the logits of two steps,
+        for sizing the pool. The largest step is the one with most rows, whose layers need most
+        memory, or with most seats, whose sampler does. `compile` reuses these executables.
         """
         started = time.perf_counter()
         largest = self.buckets.mixed[-1]
@@ -267,16 +271,16 @@ class StepPrograms:
         return ProgramsMemory.of(steps if self.drafts is None else [*steps, *self.drafts.programs])
 
     def bucket_compilations(self) -> list[BucketCompilation]:
-        """How long the programs of each bucket took to compile, with those that buckets share."""
+        """Compile times of each bucket's programs, including those that buckets share."""
         programs: dict[Bucket, set[jax.stages.Compiled]] = {}
         for (bucket, _), step in self.executables.items():
             programs.setdefault(bucket, set()).update(programs_of(step))
         return [compilations.of_bucket(str(bucket), of_it) for bucket, of_it in programs.items()]
 
     def _facts(self, *kinds: bool) -> Iterator[object]:
-        """What the programs are made of; kinds: of steps."""
+        """Everything that the programs depend on. kinds: flags for the kinds of steps."""
         yield from (kinds, self.step, self.step.compiler_options)
-        # A function's repr names no module.
+        # The repr of a function does not name its module.
         kernels = vars(self.step.kernels).values()
         yield [(type(each).__module__, getattr(each, "__module__", "")) for each in kernels]
         yield [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in self.leaves]
@@ -289,7 +293,7 @@ def _board_seat(state: SeatState, seat: Array, *row: Array) -> SeatState:
 
 
 def _path_of(keys: Iterable[Any]) -> ModelPath:
-    """From the keys that jax has for a leaf of a model's state."""
+    """The path of a model's weight from jax's keys."""
     return tuple(key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
 
 
@@ -301,7 +305,7 @@ def _name_of(bucket: Bucket, greedy_only: bool) -> str:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection inside: tracing makes millions of small objects and hardly a cycle."""
+    """Disable garbage collection: tracing makes millions of small objects and hardly a cycle."""
     gc.disable()
     try:
         yield
