@@ -1,8 +1,8 @@
-"""Which cached page is evicted: the oldest of the tenant that has the most.
+"""Eviction of cached pages: the oldest page of the tenant with the most pages is evicted first.
 
-So no tenant can flush another's pages: one with no more than its share of the cached pages loses
-none while another has more. A tenant that did nothing while the cache was renewed several times
-over is taken to be gone, and its pages go first. With one tenant the least recently used page goes.
+So no tenant can flush another's pages: a tenant with no more than its share of the cached pages
+loses none while another has more. A tenant that was inactive while the cache was renewed several
+times counts as gone, and its pages are evicted first. With one tenant this is LRU eviction.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-#: Times that as many pages as there are must be evicted until a tenant that did nothing meanwhile
-#: is taken to be gone.
+#: A tenant counts as gone if it was inactive while this many times the pool's pages were evicted.
 _IDLE_TURNS = 8
 
 
@@ -21,28 +20,28 @@ class _Share:
     """The cached pages of one tenant."""
 
     tenant: str
-    #: Oldest first.
+    #: Page numbers, oldest first.
     pages: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
-    #: How many they were when it was put among those with as many.
+    #: Number of pages under which the share is listed in `CachedPages._by_count`.
     counted: int = 0
-    #: Evictions there had been when it last used a page.
+    #: Value of `CachedPages._evictions` when the tenant last used a page.
     active_at: int = 0
 
 
 @dataclass(eq=False)
 class CachedPages:
-    """Cached pages by tenant. All is O(1) per page, amortised."""
+    """Cached pages by tenant. All operations are O(1) per page, amortised."""
 
-    #: Of the pool.
+    #: Number of pages of the pool.
     n_pages: int
-    #: The tenant of each page that is here.
+    #: The tenant of each cached page; None for other pages.
     _tenants: list[str | None] = field(init=False)
-    #: Those that have pages, the one that was active last at the end.
+    #: The shares with pages, by tenant; the most recently active one is last.
     _shares: OrderedDict[str, _Share] = field(default_factory=OrderedDict[str, _Share])
-    #: The shares that have so many pages, and the most that one has.
+    #: The shares by their number of pages, and the largest such number.
     _by_count: dict[int, dict[_Share, None]] = field(default_factory=dict[int, dict[_Share, None]])
     _most: int = 0
-    #: Pages here, and how many have been taken back.
+    #: Number of cached pages, and of evictions so far.
     _count: int = 0
     _evictions: int = 0
 
@@ -56,12 +55,12 @@ class CachedPages:
         return self._tenants[page] is not None
 
     def __iter__(self) -> Iterator[int]:
-        """All pages, in no order that means anything."""
+        """Iterate over all cached pages, in no particular order."""
         return (page for share in self._shares.values() for page in share.pages)
 
     def add(self, pages: list[int], tenants: list[str], *, evict_first: bool = False) -> None:
-        """Pages that were released, the first to be evicted first. tenants: of all pages of the
-        pool. evict_first: they go before all that are here.
+        """Add released pages, in the order in which to evict them. tenants: of all pages of the
+        pool. evict_first: evict them before all pages that are cached already.
         """
         shares: dict[str, _Share] = {}
         for page in reversed(pages) if evict_first else pages:
@@ -78,7 +77,7 @@ class CachedPages:
             self._used(share)
 
     def take(self, pages: list[int]) -> None:
-        """These are held again."""
+        """Remove pages that are held again."""
         shares: dict[str, _Share] = {}
         for page in pages:
             share = self._share_of(page)
@@ -90,7 +89,7 @@ class CachedPages:
             self._used(share)
 
     def evict(self) -> int:
-        """The page to go; there must be one."""
+        """Evict a page and return it; there must be one."""
         share = next(iter(self._shares.values()))
         if self._evictions - share.active_at <= _IDLE_TURNS * len(self._tenants):
             share = next(iter(self._by_count[self._most]))
@@ -113,13 +112,13 @@ class CachedPages:
         return self._shares[tenant]
 
     def _used(self, share: _Share) -> None:
-        """Its tenant did something."""
+        """Mark the tenant of a share as active now."""
         share.active_at = self._evictions
         self._shares.move_to_end(share.tenant)
         self._recount(share)
 
     def _recount(self, share: _Share) -> None:
-        """Put a share among those that have as many pages as it has now."""
+        """List a share under its present number of pages."""
         before, now = share.counted, len(share.pages)
         if before:
             equals = self._by_count[before]
@@ -132,17 +131,17 @@ class CachedPages:
         else:
             del self._shares[share.tenant]
         self._most = max(self._most, now)
-        # As many steps down as pages have left.
+        # Amortised: one step down for each page that left.
         while self._most and self._most not in self._by_count:
             self._most -= 1
 
     def check(self) -> None:
-        """Raise RuntimeError unless every page is in its tenant's share, and each share in its
-        place.
+        """Raise RuntimeError unless every page is in its tenant's share, and every share is listed
+        correctly.
         """
-        found = {page: share.tenant for share in self._shares.values() for page in share.pages}
+        in_shares = {page: share.tenant for share in self._shares.values() for page in share.pages}
         named = {page: tenant for page, tenant in enumerate(self._tenants) if tenant is not None}
-        if found != named or self._count != len(found):
+        if in_shares != named or self._count != len(in_shares):
             raise RuntimeError("cached pages and their tenants disagree")
         listed = {share: count for count, shares in self._by_count.items() for share in shares}
         counts = {share: len(share.pages) for share in self._shares.values()}

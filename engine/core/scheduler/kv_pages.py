@@ -1,7 +1,7 @@
-"""The page pool: which pages are held, and which can be found again by their key.
+"""The page pool: reference counts of pages, and the prefix index that finds pages by their key.
 
-Numbers of pages only, never their contents; sequences take them through `page_tables`. Page 0 is
-the trash page that padding rows write to; it is never handed out. Every other page is in exactly
+The pool handles page numbers, not page contents; sequences take pages through `page_tables`. Page 0
+is the trash page that padding rows write to; it is never handed out. Every other page is in exactly
 one state:
 
     free --allocate--> held --match--> shared --release--> held --release--> cached (published) or
@@ -22,7 +22,7 @@ from jitney.engine.core.scheduler.cached_pages import CachedPages
 
 _FREE, _HELD, _SHARED, _CACHED = range(4)
 
-#: The pages of each owner.
+#: Page lists, one for each owner.
 type _Tables = Iterable[list[int]]
 
 
@@ -34,7 +34,7 @@ class PagePool:
     cache). Without it they become free at once, and only sequences alive at the same time share.
     share_outputs: pages that hold output tokens serve other prompts too; without it they serve
     their own sequence alone, after a preemption. shares: without it no sequence finds pages of
-    another one, nor its own again: what a model keeps beside its pages would be missing.
+    another one, nor its own again, because the state that the model keeps outside pages is missing.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class PagePool:
         self.retain = retain
         self.share_outputs = share_outputs
         self.shares = shares
-        # A stack: low numbers go first.
+        # A stack of free pages; low numbers are handed out first.
         self._free = list(range(n_pages - 1, 0, -1))
-        # References of each page.
+        # Number of references of each page.
         self._owners = [0] * n_pages
-        # The key that each page is published under, and the other way round.
+        # The key of each published page, and the page of each key.
         self._keys: list[bytes | None] = [None] * n_pages
         self._index: dict[bytes, int] = {}
         # The tenants that published pages belong to.
         self._tenants = [""] * n_pages
-        # Published and not referenced.
+        # Published pages without references.
         self._cached = CachedPages(n_pages)
-        # What `states` returns, written as it changes: it is asked for often.
+        # The result of `states`, kept up to date because it is read often.
         self._states = bytearray(n_pages)
 
     def renewed(self) -> PagePool:
-        """A pool of the same size and rules, all of whose pages are free."""
+        """A new pool of the same size and rules, with all pages free."""
         return PagePool(
             self.n_pages,
             self.page_size,
@@ -86,25 +86,25 @@ class PagePool:
 
     @property
     def n_cached(self) -> int:
-        """Published pages that are not held."""
+        """Number of published pages that are not held."""
         return len(self._cached)
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can hand out now."""
+        """Number of pages that `allocate` can hand out now."""
         return len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
-        """Pages that are held; a shared page counts once."""
+        """Number of held pages; a shared page counts once."""
         return self.n_pages - 1 - len(self._free) - len(self._cached)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold this many KV positions."""
+        """Number of pages that hold this many KV positions."""
         return -(-tokens // self.page_size)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Take a reference to the page of each key, in order, up to the first that is not here."""
+        """Take a reference to the page of each key, in order, up to the first missing key."""
         pages: list[int] = []
         cached: list[int] = []
         for key in keys:
@@ -121,7 +121,7 @@ class PagePool:
         return pages
 
     def has(self, key: bytes) -> bool:
-        """Whether `match` would find it."""
+        """Whether `match` would find this key."""
         return key in self._index
 
     def count(self, keys: Iterable[bytes]) -> int:
@@ -129,10 +129,10 @@ class PagePool:
         return sum(1 for _ in takewhile(self._index.__contains__, keys))
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None (and nothing changed) if there are not
-        that many.
+        """Hand out `count` pages with one reference each. Returns None, and changes nothing, if
+        there are too few.
 
-        Evicts cached pages once the free ones are gone: see `CachedPages`.
+        Evicts cached pages once there are no free ones, see `CachedPages`.
         """
         if count > self.available:
             return None
@@ -145,11 +145,10 @@ class PagePool:
         return page
 
     def publish(self, page: int, key: bytes, tenant: str = "") -> None:
-        """Let later prompts find a held page whose rows are all computed (or launched: the device
-        runs in order). tenant: the owner.
+        """Enter a held page in the prefix index. All its rows must be computed, or launched, since
+        the device runs steps in order. tenant: the owner.
 
-        If the key is here already the older page keeps it, and this one stays private; nothing is
-        copied.
+        If the key is in the index already, the older page keeps it and this one stays private.
         """
         if key not in self._index and self._keys[page] is None:
             self._index[key] = page
@@ -157,8 +156,8 @@ class PagePool:
             self._tenants[page] = tenant
 
     def withdraw(self, keys: Iterable[bytes]) -> None:
-        """Let no later prompt find the pages of these names, held or cached: what they contain is
-        not to be trusted.
+        """Remove the pages of these keys, held or cached, from the prefix index, because their
+        contents cannot be trusted.
         """
         for key in keys:
             page = self._index.get(key)
@@ -176,15 +175,15 @@ class PagePool:
         self._states[page] = _FREE
 
     def clear(self) -> None:
-        """Withdraw all pages: what they contained is gone."""
+        """Withdraw all pages, because their contents are lost."""
         self.withdraw(list(self._index))
 
     def release(self, pages: list[int], *, evict_first: bool = False) -> None:
-        """Drop one reference of each page; `pages` in the order of the sequence; the trash page
-        has no references.
+        """Drop one reference of each page. pages: in the order of the sequence; the trash page is
+        skipped.
 
-        The last page goes first, so that a chain is evicted from its tail: its head serves more
-        prompts. evict_first: what becomes cached is evicted before all other cached pages.
+        The last page is released first, so that a chain is evicted from its tail: its head serves
+        more prompts. evict_first: evict these pages before all other cached pages.
         """
         cached: list[int] = []
         for page in reversed(pages):
@@ -215,15 +214,17 @@ class PagePool:
             self._keys[page] = None
 
     def states(self) -> np.ndarray:
-        """uint8[N]: 0 free, 1 held, 2 shared, 3 cached; the trash page reads as free."""
+        """The state of each page, uint8 [N]: 0 free, 1 held, 2 shared, 3 cached; the trash page
+        counts as free.
+        """
         return np.frombuffer(bytes(self._states), np.uint8)
 
     def counts(self) -> list[int]:
-        """How many pages are free, held, shared and cached, without the trash page."""
+        """Numbers of free, held, shared and cached pages, without the trash page."""
         return [self._states.count(state, 1) for state in (_FREE, _HELD, _SHARED, _CACHED)]
 
     def check(self, tables: _Tables | None = None) -> None:
-        """Raise RuntimeError unless every page is accounted for; `tables`: the page lists of all
+        """Raise RuntimeError unless every page is accounted for. tables: the page lists of all
         owners.
         """
         free = set(self._free)
@@ -249,7 +250,7 @@ class PagePool:
             self._check_owners(tables)
 
     def _state_of(self, page: int) -> int:
-        """The state that a page is in by its references."""
+        """The state of a page, computed from its references."""
         if self._owners[page]:
             return min(self._owners[page], _SHARED)
         return _CACHED if page in self._cached else _FREE
@@ -261,9 +262,7 @@ class PagePool:
 
 
 class NoPages(PagePool):
-    """The pool of a model that keeps no keys and values: no sequence takes a page, and there is
-    room for all.
-    """
+    """The pool of a model without a KV cache: sequences take no pages, and all of them fit."""
 
     def __init__(self):
         super().__init__(2, 1, retain=False)
@@ -273,5 +272,5 @@ class NoPages(PagePool):
         return sys.maxsize
 
     def pages_for(self, tokens: int) -> int:
-        """None, for however many."""
+        """Always 0."""
         return 0

@@ -1,6 +1,6 @@
-"""The pages that sequences hold: taken at boarding and by decode rows, in groups of layers with a
-window by each chunk; given back behind a window and at the end; and beside them the slots of
-recurrent layers. The scheduler knows no other way to a page or a slot.
+"""The page tables of sequences. Sequences take pages when they board and as they decode, in cache
+groups with a window with each chunk; they give them back behind the window and at their end. The
+slots of recurrent layers are managed here too: the scheduler takes pages and slots in no other way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jitney.engine.core.scheduler.state_slots import StateTables
 
 
 def pages_per_window(window: int, page_size: int) -> int:
-    """Pages that a sequence holds in a cache group with a window between two steps: one is begun,
-    one not yet dropped.
+    """The most pages that a sequence holds between two steps in a cache group with a window: those
+    of the window, a partly filled one, and one that is not dropped yet.
     """
     return -(-window // page_size) + 2
 
@@ -26,15 +26,15 @@ def pages_per_window(window: int, page_size: int) -> int:
 def least_window_pages(
     window: int, *, page_size: int, seats: int, token_budget: int, context_length: int
 ) -> int:
-    """Pages, the trash page included, of which a cache group with a window never runs short beside
-    a group that sees all: those of every seat, and those of the rows of a step.
+    """Pages, including the trash page, with which a cache group with a window never runs short
+    beside a group that sees all positions: those of every seat, and those of one step's rows.
     """
     each = min(pages_per_window(window, page_size), -(-context_length // page_size))
     return seats * each + -(-token_budget // page_size) + 1
 
 
 class _GroupPages:
-    """The pool of one cache group; `held`: the pages that a sequence has in it."""
+    """The pool of one cache group. In its methods, `held` is the pages of a sequence in it."""
 
     def __init__(self, pool: PagePool, window: int):
         """window: positions that the group's layers see, 0 for all."""
@@ -48,7 +48,9 @@ class _GroupPages:
         return max(0, position - self.window + 1) // self.pool.page_size
 
     def servable(self, keys: list[bytes], most: int) -> int:
-        """The longest prefix of at most so many pages whose next row finds all that it reads."""
+        """The longest prefix of at most `most` pages, in pages, whose next row finds all pages that
+        it reads.
+        """
         if not self.window:
             return self.pool.count(keys[:most])
         end = at = most
@@ -59,22 +61,22 @@ class _GroupPages:
         return end
 
     def match(self, keys: list[bytes]) -> list[int]:
-        """Take references to the pages of a prefix, 0 for those that no later row reads."""
+        """Take references to the pages of a prefix; pages that no later row reads are 0."""
         first = self.first_seen(len(keys) * self.pool.page_size)
         return [0] * first + self.pool.match(keys[first:])
 
     def board(self, keys: list[bytes], ends: set[int]) -> WindowPages:
-        """The pages of a boarding sequence that found this prefix. ends: pages behind which other
-        prompts are likely to differ from its own.
+        """The pages of a boarding sequence that found this prefix. ends: numbers of pages after
+        which other prompts are likely to differ from its own.
         """
         page_size = self.pool.page_size
         first = self.first_seen(len(keys) * page_size)
-        # One page more: of a prompt of full pages only, the last one is computed again.
+        # One page more: the last page of a prompt that consists of full pages is computed again.
         branches = [(self.first_seen((end - 1) * page_size), end) for end in ends]
         return WindowPages(self.match(keys), first, len(keys), branches)
 
     def extend(self, held: WindowPages, positions: int) -> None:
-        """Take the pages that so many positions lack; by the size of the pool there are enough."""
+        """Take the pages that are missing for `positions` positions; the pool is large enough."""
         lacking = self.pool.pages_for(positions) - len(held.pages)
         if lacking > 0:
             pages = self.pool.allocate(lacking)
@@ -85,19 +87,19 @@ class _GroupPages:
             held.pages += pages
 
     def publish(self, seq: Sequence, held: Sequence | WindowPages, *, ended: bool = False) -> None:
-        """Let later prompts find every full page of a seated sequence whose tokens are known and
-        whose rows are launched.
+        """Publish every full page of a seated sequence whose tokens are known and whose rows are
+        launched, so that later prompts find it.
 
-        Prompts as soon as they are computed, outputs when the sequence leaves its seat: naming a
-        page takes a hash, and many at once take less time than one in each step. ended: it will not
-        come back, so pages that only itself may find are not published.
+        Prompts are published as soon as they are computed, outputs when the sequence leaves its
+        seat: a page's name takes a hash, and hashing many at once takes less time than one in each
+        step. ended: the sequence has ended, so pages that only it may find are not published.
         """
         if not seq.shares:
             return
-        known = min(seq.scheduled, len(seq.tokens))
+        n_known = min(seq.scheduled, len(seq.tokens))
         if ended and seq.own_pages:
-            known = min(known, seq.own_pages.start)
-        full = known // self.pool.page_size
+            n_known = min(n_known, seq.own_pages.start)
+        full = n_known // self.pool.page_size
         if full <= held.published:
             return
         keys = keys_of(seq, self.pool.page_size, full)
@@ -108,7 +110,7 @@ class _GroupPages:
 
     def drop_behind(self, seq: Sequence, held: Sequence | WindowPages) -> bool:
         """Give back the pages behind the window of a sequence's next row; True if there were any.
-        Their rows stay in the prefix index until the room is needed.
+        They stay in the prefix index until their room is needed.
         """
         behind = self.first_seen(seq.scheduled)
         if behind <= held.dropped:
@@ -120,18 +122,18 @@ class _GroupPages:
         return True
 
     def _release(self, held: Sequence | WindowPages, dropped: range) -> None:
-        """Give back pages behind the window; those before a likely branch are evicted last, or else
-        a long prompt would flush the windows of all cached prefixes.
+        """Give back pages behind the window. Pages before a likely branch are evicted last;
+        otherwise a long prompt would flush the windows of all cached prefixes.
         """
         if not isinstance(held, WindowPages):
             self.pool.release(held.pages[dropped.start : dropped.stop])
             return
-        kept, others = list[int](), list[int]()
+        branch_pages, others = list[int](), list[int]()
         for number in dropped:
             is_kept = any([first <= number < end for first, end in held.branches])
-            (kept if is_kept else others).append(held.pages[number])
+            (branch_pages if is_kept else others).append(held.pages[number])
         self.pool.release(others, evict_first=True)
-        self.pool.release(kept)
+        self.pool.release(branch_pages)
 
 
 _NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
@@ -139,11 +141,11 @@ _NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
 
 class PageTables:
     """Fills `Sequence.pages` and `Sequence.windows` from the pools of a model's cache groups, and
-    `Sequence.state` by its recurrent layers'; shares them between prompts that start alike.
+    `Sequence.state` from the slots of its recurrent layers. Prompts with the same start share them.
 
-    pool, window: of the first group, which policies and predictions reason about; 0: its layers see
-    all positions. windows: the pools of the other groups by window. These take pages as rows are
-    planned and have enough of them (`least_window_pages`). state: of recurrent layers; None: none.
+    pool, window: of the first cache group, which policies and predictions use; window 0: its layers
+    see all positions. windows: the pools of the other groups by window. These take pages as rows
+    are planned, and have enough (`least_window_pages`). state: slots of recurrent layers, or None.
     """
 
     def __init__(
@@ -154,14 +156,14 @@ class PageTables:
         state: StateTables | None = None,
     ):
         self.pool, self.window, self.windows, self.state = pool, window, windows, state
-        #: Some layers have a window.
+        #: Whether some layers have a window.
         self.has_window = window > 0 or len(windows) > 0
-        #: Chunks of prompts take what they need as they are planned (`cover`).
+        #: Whether prompt chunks take pages or slots as they are planned (`cover`).
         self.covers_chunks = self.has_window or state is not None
-        #: Pages that a decoding sequence holds at most.
+        #: The most pages that a decoding sequence holds.
         self.most_each = pages_per_window(window, pool.page_size) if window else sys.maxsize
-        #: Pages that the sequences in seats hold together if each gets as long as it may, by
-        #: whether they are in the background.
+        #: Pages that all seated sequences hold together at their full lengths, by whether they are
+        #: in the background.
         self.most_held = {False: 0, True: 0}
         self._first = _GroupPages(pool, window)
         self._windows = [_GroupPages(own, size) for size, own in windows.items()]
@@ -169,16 +171,16 @@ class PageTables:
         self._scores = PromptScores(pool.page_size)
 
     def _held(self, seq: Sequence) -> Iterator[tuple[_GroupPages, Sequence | WindowPages]]:
-        """Each cache group, with what a seated sequence holds in it."""
+        """Each cache group, with the pages that a seated sequence holds in it."""
         return zip(self._groups, (seq, *seq.windows), strict=True)
 
     def found(self, seq: Sequence) -> int:
-        """Tokens of a waiting sequence that are found in pages now."""
+        """Number of tokens of a waiting sequence that are found in pages now."""
         return self._servable(self._shareable_keys(seq)) * self.pool.page_size
 
     def _shareable_keys(self, seq: Sequence) -> list[bytes]:
-        """Keys of the pages a boarding sequence may share: full ones, and never the last token's,
-        whose logits are needed.
+        """Keys of the pages that a boarding sequence may share: full pages, without the last
+        token's, whose logits are needed.
         """
         if not seq.shares:
             return []
@@ -186,8 +188,8 @@ class PageTables:
         return keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
 
     def _servable(self, keys: list[bytes]) -> int:
-        """Pages of the longest prefix that all groups can serve, and behind which there is a state
-        of recurrent layers.
+        """Pages of the longest prefix that all groups can serve and that has a checkpoint of the
+        recurrent layers' state, if there are such layers.
         """
         length = len(keys)
         while True:
@@ -200,34 +202,36 @@ class PageTables:
                 return length
 
     def most_of(self, seq: Sequence) -> int:
-        """Pages that a sequence holds at once if it gets as long as it may; its last token needs no
-        position.
+        """The most pages that a sequence can hold at once, at its full length. Its last token needs
+        no position.
         """
         pages_for = self.pool.pages_for
         most = pages_for(seq.limit - 1)
-        if self._first.window:  # it boards with pages for all it has
+        if self._first.window:  # a sequence boards with pages for all its known tokens
             most = min(most, max(pages_for(len(seq.tokens)), self.most_each))
         return most
 
     def missing(self, seq: Sequence, n_seated: int) -> int:
-        """Pages that a sequence lacks to board, with one kept free for each seated one."""
+        """Number of pages that a sequence lacks to board, with one free page left for each seated
+        sequence.
+        """
         return self.pool.pages_for(len(seq.tokens)) + n_seated - self.pool.available
 
     def take(self, seq: Sequence, n_seated: int, lasts: Callable[[int], bool]) -> int | None:
-        """Pages for all known tokens of a boarding sequence, as many as possible shared.
+        """Take pages for all known tokens of a boarding sequence, sharing as many as possible.
 
-        n_seated: sequences in seats, each of which is left one page to grow into. lasts: from the
-        number of fresh pages to whether the pool would last to the end of all answers. -> prompt
-        tokens found for the first time; None where there are too few pages.
+        n_seated: number of seated sequences; one free page is left for each. lasts: tells for a
+        number of fresh pages whether the pool would last to the end of all answers. -> number of
+        prompt tokens found for the first time; None if there are too few pages.
         """
         pool = self.pool
         keys = self._shareable_keys(seq)
         if seq.must_score:
             self._find_scores(seq, keys)
-            # The row before the first missing score brings it: its whole page must be computed.
+            # The row before the first missing score returns it: its whole page must be computed.
             keys = keys[: seq.scored // pool.page_size]
         if seq.request.pooling == "mean":
-            keys = []  # every row is part of the vector, from the first on
+            keys = []  # every row is part of the vector, so all must be computed
         branch, ends = 0, set[int]()
         if self.covers_chunks:
             branch = self._first.servable(keys, len(keys))
@@ -252,14 +256,14 @@ class PageTables:
         return newly_found
 
     def skip(self, seq: Sequence, start: int) -> None:
-        """Take the rows before `start` of a boarding sequence as computed, though it found none."""
+        """Mark the rows before `start` of a boarding sequence as computed, without found pages."""
         seq.scheduled = start
         for group, held in zip(self._windows, seq.windows, strict=True):
             held.dropped = held.published = group.first_seen(start)
             held.pages = [0] * held.dropped
 
     def grow(self, sequences: list[Sequence]) -> None:
-        """One more page of each group for each; in the first group there must be as many."""
+        """Give each sequence one more page of each group; the first group must have enough."""
         pages = self.pool.allocate(len(sequences)) or []
         for seq, page in zip(sequences, pages, strict=True):
             seq.pages.append(page)
@@ -271,15 +275,15 @@ class PageTables:
                 self.state.turn(seq)
 
     def cover(self, seq: Sequence, start: int) -> None:
-        """Take what the groups with a window lack for the rows [start, scheduled), and slots for
-        checkpoints within these.
+        """Take the missing pages of groups with a window for the rows [start, scheduled), and slots
+        for checkpoints within these rows.
         """
         self._extend(seq, seq.scheduled)
         if self.state is not None:
             self.state.cover(seq, start)
 
     def settle(self) -> None:
-        """The steps planned so far are launched, see `StateTables.settle`."""
+        """Note that all planned steps are launched, see `StateTables.settle`."""
         if self.state is not None:
             self.state.settle()
 
@@ -295,7 +299,7 @@ class PageTables:
         return any(dropped)
 
     def publish(self, seq: Sequence) -> None:
-        """Let later prompts find the pages of a seated sequence, see `_GroupPages.publish`."""
+        """Publish the pages of a seated sequence, see `_GroupPages.publish`."""
         self._first.publish(seq, seq)
         for group, held in zip(self._windows, seq.windows, strict=True):
             group.publish(seq, held)
@@ -303,7 +307,7 @@ class PageTables:
             self.state.publish(seq)
 
     def give_back(self, seq: Sequence, *, ended: bool) -> None:
-        """All pages and slots of a sequence that leaves its seat. ended: it does not come back."""
+        """Give back all pages and slots of a sequence that leaves its seat. ended: it has ended."""
         for group, held in self._held(seq):
             if group.pool.retain:
                 group.publish(seq, held, ended=ended)
@@ -316,10 +320,10 @@ class PageTables:
         seq.published = seq.shared = seq.dropped = 0
 
     def withdraw(self, seq: Sequence) -> None:
-        """Let no prompt find any page that may hold, or have caused, a row that was not finite.
+        """Withdraw all pages that may hold, or have caused, a row that was not finite.
 
-        By name, because the sequence may no longer hold the pages: it was preempted, aborted, past
-        its deadline, or its last token was in flight when it left its seat.
+        The pages are found by name, because the sequence may no longer hold them: it was preempted,
+        aborted, past its deadline, or its last token was in flight when it left its seat.
         """
         for pool in self._pools:
             pool.withdraw(seq.keys)
@@ -327,41 +331,41 @@ class PageTables:
         seq.shares = False
 
     def forget(self) -> None:
-        """Let no later prompt find what was computed for an earlier one."""
+        """Drop the prefix cache: all cached pages, checkpoints and log-probabilities."""
         self.clear()
         self._scores.clear()
 
     def clear(self) -> None:
-        """Let no prompt find any page or checkpoint: their contents are gone."""
+        """Withdraw all pages and checkpoints, whose contents are lost."""
         for pool in self._pools:
             pool.clear()
 
     @property
     def _pools(self) -> list[PagePool]:
-        """Pools of all cache groups, and of recurrent layers."""
+        """The pools of all cache groups and of recurrent layers."""
         pools = [group.pool for group in self._groups]
         return pools if self.state is None else [*pools, self.state.pool]
 
     def keep_scores(self, seq: Sequence, new: int) -> None:
-        """The last `new` of a prompt's log-probabilities have come: later prompts find them."""
+        """Store the last `new` of a prompt's log-probabilities for later prompts."""
         if seq.shares and self.pool.retain:
             self._scores.keep(seq.keys, seq.prompt_logprobs, new)
 
     def _find_scores(self, seq: Sequence, keys: list[bytes]) -> None:
-        """Take over the log-probabilities known for the first pages of a scored prompt that boards
-        for the first time.
+        """Copy the stored log-probabilities of the first pages to a scored prompt that boards for
+        the first time.
         """
         most = seq.request.sampling.prompt_logprobs
         if seq.scored or most is None:
             return
-        found = self._scores.find(keys, most)
-        if found:
-            seq.prompt_logprobs = found
-            seq.scored = len(found) - 1
+        entries = self._scores.find(keys, most)
+        if entries:
+            seq.prompt_logprobs = entries
+            seq.scored = len(entries) - 1
 
     def claims(self, seated: list[Sequence], unseated: Iterable[Sequence]) -> dict[str, bool]:
-        """Invariants, and whether each holds; raises RuntimeError where the pool itself is not
-        accounted for.
+        """Check the invariants. Returns whether each one holds, by its description; raises
+        RuntimeError if a pool's own accounts are wrong.
         """
         for number, group in enumerate(self._groups):
             group.pool.check((seq, *seq.windows)[number].pages for seq in seated)

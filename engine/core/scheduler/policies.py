@@ -1,7 +1,7 @@
-"""When waiting sequences may board, and in which order: plain functions of counts and times.
+"""Policies and orders: when waiting sequences may board, and in which order.
 
-Their names stand in `jitney.engine.config.schema`, where the configuration and the command line
-read them.
+They are plain functions of counts and times. `jitney.engine.config.schema` lists their names for
+the configuration and the command line.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from jitney.engine.core.scheduler.fair_queue import FairQueue
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.queues import WaitingQueue
 
-#: Order "priority": what one level is worth, in seconds of waiting, and the most levels that count
-#: either way.
+#: Order "priority": one level counts as this many seconds of waiting; at most this many levels
+#: count in either direction.
 _LEVEL_S, _MAX_LEVELS = 10.0, 60
-#: Order "shortest": what one expected output token is worth, in seconds of waiting, and the most
-#: they are worth.
+#: Order "shortest": one expected output token counts as this many seconds of waiting; all tokens
+#: together count as at most this many seconds.
 _TOKEN_S, _LONGEST_S = 0.1, 60.0
 
 
 class Situation(NamedTuple):
-    """The state that a policy sees between two steps. now, arrivals (of all that wait): seconds of
-    the scheduler's clock.
+    """The state that a policy sees between two steps. now, arrivals (of all waiting requests):
+    seconds of the scheduler's clock.
 
     busy_seats: seats with a sequence in them, or held by a batch. more_to_come: whether a request
-    can still come before an open one has ended; always true in a server.
+    can still arrive before an open one ends; always true in a server.
     """
 
     now: float
@@ -41,23 +41,23 @@ class Situation(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides how many waiting sequences may take a seat in the next step; asked only while
+    """Decides how many waiting sequences may take a seat in the next step; called only while
     sequences wait.
 
-    holds: those that board together are one batch. Their prompts are padded to the longest of them,
-    their steps to the size of the batch, and all their seats stay taken until the last of them is
-    done.
+    holds: sequences that board together form a static batch. Their prompts are padded to the
+    longest one, their steps to the size of the batch, and all their seats stay taken until the last
+    sequence is done.
     """
 
     holds: bool
 
     def boarders(self, situation: Situation) -> int:
-        """At most this many board now."""
+        """The most sequences that may board now."""
         ...
 
     def boards_at(self, situation: Situation) -> float:
-        """When `boarders` will let a sequence board if no other comes and no seat is freed before;
-        inf: never.
+        """Clock seconds at which `boarders` lets a sequence board if no other request arrives and
+        no seat is freed before; inf: never.
         """
         ...
 
@@ -75,8 +75,9 @@ class _Continuous:
 
 
 class _Batching:
-    """One batch after the other, of `size` sequences; the next one boards when the last of this one
-    has left. gives_up_at: when fewer than a batch board, though more could come; inf: never.
+    """Static batches of `size` sequences, one after the other; the next batch boards when the last
+    sequence of this one has left. gives_up_at: clock seconds at which a smaller batch boards,
+    although more requests could arrive; inf: never.
     """
 
     holds = True
@@ -99,8 +100,8 @@ class _Batching:
 
 
 def _static(limits: SchedulerLimits) -> Policy:
-    """Fewer than a batch board where no other can come, or once none has come for
-    `static_timeout_s` seconds.
+    """Policy "static": a smaller batch boards if no other request can arrive, or once none has
+    arrived for `static_timeout_s` seconds.
     """
 
     def gives_up_at(situation: Situation) -> float:
@@ -112,36 +113,37 @@ def _static(limits: SchedulerLimits) -> Policy:
 
 
 def _dynamic(limits: SchedulerLimits) -> Policy:
-    """Fewer than a batch board once the oldest has waited `max_wait_s` seconds."""
+    """Policy "dynamic": a smaller batch boards once the oldest request has waited `max_wait_s`."""
     return _Batching(limits.batch, lambda found: min(found.arrivals) + limits.max_wait_s)
 
 
 def _by_arrival(request: EngineRequest, expected: int) -> float:
-    """All requests are of one class, served in the order in which they came."""
+    """Orders "fcfs" and "fair": all requests are of one class, served in order of arrival."""
     return 0.0
 
 
 def _by_priority(request: EngineRequest, expected: int) -> float:
-    """Lower `priority` boards sooner and is preempted later, and a waiting request gains a level
-    every _LEVEL_S seconds.
+    """Order "priority": a lower `priority` boards sooner and is preempted later, and a waiting
+    request gains a level every _LEVEL_S seconds.
 
-    All gain alike, so one number gives the order: the time at which a request of priority 0 would
-    have had to come to stand at the same place. A request is therefore never overtaken by one that
-    comes more than 2 * _MAX_LEVELS * _LEVEL_S seconds after it.
+    All gain alike, so one number gives the order: the arrival time at which a request of priority 0
+    would have the same rank. A request is therefore never overtaken by one that arrives more than
+    2 * _MAX_LEVELS * _LEVEL_S seconds after it.
     """
     return request.arrival + _LEVEL_S * max(-_MAX_LEVELS, min(_MAX_LEVELS, request.priority))
 
 
 def _by_length(request: EngineRequest, expected: int) -> float:
-    """Short answers first, by prediction; each expected token counts as _TOKEN_S seconds of
-    waiting. No request is overtaken by one that comes _LONGEST_S later.
+    """Order "shortest": requests with short expected answers board first; each expected token
+    counts as _TOKEN_S seconds of waiting. No request is overtaken by one that arrives _LONGEST_S
+    later.
     """
     return request.arrival + min(_LONGEST_S, _TOKEN_S * expected)
 
 
 class _Order(NamedTuple):
-    """The order of waiting requests. key: from a request and its expected output tokens to its
-    class; lower classes board first and are preempted last. queue: makes their queue.
+    """The order of waiting requests. key: computes the class of a request from it and its expected
+    output tokens; lower classes board first and are preempted last. queue: makes the queue.
     """
 
     key: Callable[[EngineRequest, int], float]

@@ -1,8 +1,9 @@
-"""The slots of recurrent layers' state: which one a sequence reads, which it writes, and which stay
-as checkpoints that later prompts go on from.
+"""Slots for the state of recurrent layers: the slots that each sequence reads and writes, and the
+checkpoints from which later prompts continue.
 
-Attention finds an earlier prompt's prefix page by page; a recurrent layer has one state behind all
-of it, and only where that was kept. A checkpoint costs no copy: the step goes on in another slot.
+Attention reuses an earlier prompt's prefix page by page; a recurrent layer has one state after the
+whole prefix, and only where a checkpoint was made. A checkpoint needs no copy: the step goes on in
+another slot.
 """
 
 from __future__ import annotations
@@ -13,66 +14,66 @@ from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.page_keys import keys_of
 from jitney.engine.core.scheduler.sequence import HeldSlots, Sequence
 
-#: Pages by which a checkpoint must be behind the one before it: the rows of fewer are computed
-#: again sooner than a slot is worth.
+#: Fewest pages between two checkpoints: recomputing fewer rows costs less than a slot.
 _LEAST_GAIN = 4
-#: Checkpoints within the rows that one sequence has in a step.
+#: The most checkpoints within the rows of one sequence in a step.
 MOST_SAVES = 2
 
 
 class StateTables:
     """Fills `Sequence.state` from a pool of slots.
 
-    pool: a page of it is a slot, named by the key of the last page of the prefix whose state it
-    holds. Every sequence in a seat has one slot of its own; those beyond `seats` hold checkpoints.
+    pool: each of its pages is a slot, published under the key of the last page of the prefix whose
+    state it holds. Every seated sequence has one slot of its own; the slots beyond `seats` hold
+    checkpoints.
     """
 
     def __init__(self, pool: PagePool, seats: int, every: int = 0, *, turns: bool = True):
-        """every: pages between the checkpoints of a long prompt; 0: it has none on its way. turns:
-        answers leave checkpoints; not where they have drafts, since the host does not know then in
-        which step a page is full.
+        """every: pages between the checkpoints within a long prompt; 0: no such checkpoints. turns:
+        whether answers leave checkpoints. They cannot with drafts, because the host then does not
+        know in which step a page becomes full.
         """
         self.pool = pool
-        #: Slots for checkpoints, and pages between those of a long prompt.
+        #: Number of slots for checkpoints, and pages between those of a long prompt.
         self.spare = pool.capacity - seats
         self.every = every
         self._turns = turns
         self._n_seated = 0
-        # Those that go on in another slot than they read, or hold slots until a step has run.
+        # Sequences that write another slot than they read, or that hold slots until a step has run.
         self._unsettled: dict[Sequence, None] = {}
 
     @classmethod
     def without_checkpoints(cls, seats: int, page_size: int) -> StateTables:
-        """A slot for each seat."""
+        """Tables with one slot for each seat and no checkpoints."""
         return cls(PagePool(seats + 1, page_size, retain=False), seats)
 
     def renewed(self) -> StateTables:
-        """The same slots, which no sequence has."""
+        """New tables of the same size, with all slots free."""
         seats = self.pool.capacity - self.spare
         return StateTables(self.pool.renewed(), seats, self.every, turns=self._turns)
 
     def servable(self, keys: list[bytes], most: int) -> int:
-        """The longest prefix of at most so many pages that has a checkpoint."""
+        """The longest prefix of at most `most` pages, in pages, that has a checkpoint."""
         if not self._n_free(self.spare):
             return 0
         has = self.pool.has
         return next((end for end in range(most, 0, -1) if has(keys[end - 1])), 0)
 
     def _n_free(self, most: int) -> int:
-        """Slots that checkpoints may still take if they take at most so many."""
+        """Number of slots that checkpoints may still take, of at most `most`."""
         return max(0, most - (self.pool.used - self._n_seated))
 
     def board(self, seq: Sequence, keys: list[bytes], branch: int) -> None:
-        """A slot for a boarding sequence that found this prefix. branch: pages behind which other
-        prompts, too, are likely to differ.
+        """Give a slot to a boarding sequence that found this prefix. branch: number of pages after
+        which other prompts are likely to differ too.
         """
-        found = self.pool.match(keys[-1:])
+        checkpoints = self.pool.match(keys[-1:])
         own = self._allocate()
-        reads = found[0] if found else own
+        reads = checkpoints[0] if checkpoints else own
         self._n_seated += 1
         seq.state = HeldSlots(own, reads, own, branch=branch, saved=len(keys))
-        if found:
-            self._pass(seq, seq.state, found, len(keys) * self.pool.page_size)
+        if checkpoints:
+            self._pass(seq, seq.state, checkpoints, len(keys) * self.pool.page_size)
 
     def _allocate(self) -> int:
         (slot,) = self.pool.allocate(1) or [0]
@@ -81,7 +82,7 @@ class StateTables:
         return slot
 
     def _pass(self, seq: Sequence, held: HeldSlots, slots: list[int], start: int) -> None:
-        """Keep these slots until the rows from `start` on have been launched."""
+        """Hold these slots until the rows from `start` on have been launched."""
         held.passing += slots
         held.at = start
         self._unsettled[seq] = None
@@ -99,33 +100,33 @@ class StateTables:
         held.saves = saves
 
     def _saves(self, seq: Sequence, held: HeldSlots, start: int) -> list[tuple[int, int]]:
-        """(pages, slot) of each checkpoint: at the end of the prompt, where others branch off, and
-        now and then on the way.
+        """(pages, slot) of each new checkpoint: at the end of the prompt, where other prompts
+        branch off, and every `every` pages.
         """
         page_size, last = self.pool.page_size, (len(seq.tokens) - 1) // self.pool.page_size
         most = min(seq.scheduled // page_size, last)
-        wanted = [last, held.branch]
+        ends = [last, held.branch]
         if self.every:
-            wanted.append(most - most % self.every)
+            ends.append(most - most % self.every)
         least = max(start // page_size + 1, held.saved + _LEAST_GAIN)
         room = min(MOST_SAVES, self._n_free(self.spare))
         saves = list[tuple[int, int]]()
-        for end in [end for end in wanted if least <= end <= most]:
-            known = self.pool.has(keys_of(seq, page_size, end)[-1])
+        for end in [end for end in ends if least <= end <= most]:
+            is_saved = self.pool.has(keys_of(seq, page_size, end)[-1])
             near = any([abs(end - other) < _LEAST_GAIN for other, _ in saves])
-            if not (known or near) and len(saves) < room:
+            if not (is_saved or near) and len(saves) < room:
                 saves.append((end, self._allocate()))
         return sorted(saves)
 
     def turn(self, seq: Sequence) -> None:
-        """The state of a sequence that decodes is at the end of a page: it goes on in another slot,
-        and keeps that one until the next end of a page, or as a checkpoint of its answer.
+        """Switch a decoding sequence, whose state is at the end of a page, to another slot. The old
+        slot is held until the end of the next page, or becomes a checkpoint of the answer.
         """
         held = _held(seq)
         if not self._turns or not seq.shares or seq.own_pages or held.reads != held.own:
             return
         if not held.kept:
-            if not self._n_free(self.spare // 2):  # the others are for prompts
+            if not self._n_free(self.spare // 2):  # the other half is for prompts
                 return
             held.kept = self._allocate()
         held.reads, held.own = held.own, held.kept
@@ -134,8 +135,8 @@ class StateTables:
         self._pass(seq, held, [], seq.scheduled)
 
     def settle(self) -> None:
-        """The steps planned so far are launched: sequences with rows in them read what these wrote,
-        and give back what only these read.
+        """Note that all planned steps are launched: sequences with rows in them now read the slots
+        that these steps wrote, and release the slots that only these steps read.
         """
         for seq in list(self._unsettled):
             held = seq.state
@@ -151,7 +152,7 @@ class StateTables:
                 self._pass(seq, held, [], seq.scheduled)
 
     def publish(self, seq: Sequence) -> None:
-        """Let later prompts find the checkpoints within the rows that were planned."""
+        """Publish the checkpoints within the planned rows, so that later prompts find them."""
         held = _held(seq)
         if not seq.shares or not held.passing:
             return
@@ -166,12 +167,12 @@ class StateTables:
         self.pool.publish(slot, keys[-1], seq.request.tenant)
 
     def give_back(self, seq: Sequence) -> None:
-        """All slots of a sequence that leaves its seat; the state behind the last full page of its
-        answer stays as a checkpoint.
+        """Release all slots of a sequence that leaves its seat. The state after the last full page
+        of its answer stays as a checkpoint.
         """
         held = _held(seq)
-        known = min(seq.scheduled, len(seq.tokens)) // self.pool.page_size
-        if seq.shares and held.saved + _LEAST_GAIN <= held.kept_pages <= known:
+        n_full = min(seq.scheduled, len(seq.tokens)) // self.pool.page_size
+        if seq.shares and held.saved + _LEAST_GAIN <= held.kept_pages <= n_full:
             self._publish(seq, held.kept_pages, held.kept)
         self.pool.release(held.slots())
         self._n_seated -= 1
