@@ -1,8 +1,9 @@
-"""The padded lengths we compile executables for.
+"""Buckets: the padded step sizes for which executables are compiled.
 
-Compile keys add, they do not multiply: decode-only buckets have one token per seat (T == S); mixed
-buckets have a few token counts and all the seats, or a part of them where they have fewer rows than
-there are seats: a prompt that comes to a few streams is then no step of hundreds of rows.
+The numbers of decode and mixed buckets add up and do not multiply: decode-only buckets have one
+token per seat (T == S); mixed buckets have a few token counts and all seats. A mixed bucket with
+fewer rows than seats has only a part of the seats, so that a prompt beside few decoding sequences
+does not need a step of hundreds of rows.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from typing import NamedTuple
 
 #: Decode-only sizes on a GPU or TPU. Reading the weights takes as long for 1 row as for some 300
 #: (operations over bytes per second of an H100, two bytes a weight), so padding to the next size is
-#: nearly free, and each size costs a program with the sampler and one without. Beyond 64 rows,
-#: where logits and caches begin to count, steps are smaller.
+#: nearly free, and each size costs a program with the sampler and one without. Beyond 64 rows the
+#: time for logits and KV caches matters, so the sizes are closer together.
 _DEVICE_SEATS = (1, 4, 16, 64, 128, 192, 256, 384, 512, 768, 1024)
-#: Rows of the smallest mixed buckets on a GPU or TPU, where they lie below those for all seats. Up
-#: to some 300 rows cost little beside the weights; a step of the next size takes twice as long.
+#: Rows of the smallest mixed buckets on a GPU or TPU, if they are smaller than those for all seats.
+#: Up to some 300 rows cost little beside the weights; a step of the next size takes twice as long.
 _DEVICE_PROMPT_ROWS = (64, 256)
-#: Rows of a decode step that full seats and their drafts fill at most, unless that are fewer than
-#: two for each seat.
+#: The most rows of the decode bucket for full seats with drafts, unless two for each seat are more.
 _ROWS_WITH_DRAFTS = 32
-#: A mixed bucket with no more rows than there are seats has one sequence, and one logit row, for so
-#: many of its rows.
+#: A mixed bucket with no more rows than there are seats has one sequence, and one logit row, for
+#: each of this many rows.
 _ROWS_PER_SEQUENCE = 4
 
 
@@ -32,11 +32,10 @@ class Bucket(NamedTuple):
     """Shapes of one executable: `tokens` rows computed (T), `seats` sequences and logit rows
     (S).
 
-    What is known of step times is kept by bucket and looked up several times a step: a named
-    tuple's hash is C.
+    Step times are looked up by bucket several times a step; a named tuple's hash is C code.
     """
 
-    #: Rows of the smallest mixed bucket that there can be.
+    #: Rows of the smallest possible mixed bucket.
     fewest_rows = _ROWS_PER_SEQUENCE
 
     tokens: int
@@ -44,14 +43,14 @@ class Bucket(NamedTuple):
 
     @classmethod
     def mixed(cls, tokens: int, max_seats: int) -> Bucket:
-        """The mixed bucket of so many rows, `fewest_rows` at least, with so many seats."""
+        """The mixed bucket with `tokens` rows (at least `fewest_rows`) and `max_seats` seats."""
         if tokens > max_seats:
             return cls(tokens, max_seats)
         return cls(tokens, tokens // _ROWS_PER_SEQUENCE)
 
     @classmethod
     def least_mixed(cls, rows: int, sequences: int, max_seats: int) -> Bucket:
-        """The smallest mixed bucket that could hold a step of so many rows and sequences."""
+        """The smallest possible mixed bucket that holds a step of these rows and sequences."""
         tokens = max(rows, _ROWS_PER_SEQUENCE * sequences)
         if tokens > max_seats:
             tokens = max(rows, max_seats + 1)
@@ -75,9 +74,8 @@ class Buckets:
 
     decode: tuple[Bucket, ...]
     mixed: tuple[Bucket, ...]
-    #: Rows that pad a step take next to no time: what is multiplied is what the step has, as on a
-    #: CPU whose kernels leave out the rest. Where shapes decide, as on a GPU or TPU, they take as
-    #: long as any.
+    #: Whether padding rows take next to no time, as on a CPU whose kernels skip them. On a GPU or
+    #: TPU, whose time depends on shapes, they take as long as any row.
     padding_is_free: bool = False
 
     @classmethod
@@ -91,12 +89,12 @@ class Buckets:
         on_device: bool = False,
         smallest: int = 1,
     ) -> Buckets:
-        """Buckets from the limits; explicit sizes (already validated by the config) replace the
-        default ones.
+        """Make buckets from the limits; explicit sizes (already validated by the config) replace
+        the default ones.
 
-        On a CPU those are `smallest`, for a lone stream, and powers of two from 4 on. on_device:
-        for a GPU or TPU, whose decode steps take the sizes of _DEVICE_SEATS, and whose smallest
-        steps with prompts those of _DEVICE_PROMPT_ROWS.
+        The default decode sizes on a CPU are `smallest`, for a single sequence, and powers of two
+        from 4 on. on_device: use the sizes for a GPU or TPU, _DEVICE_SEATS for decode steps and
+        _DEVICE_PROMPT_ROWS for the smallest mixed steps.
         """
         default = (*(size for size in _DEVICE_SEATS if size < max_seats), max_seats)
         if not on_device:
@@ -111,8 +109,8 @@ class Buckets:
         )
 
     def with_drafts(self, most: int) -> Buckets:
-        """These, and one more of decode steps with rows for drafts beside full seats: one for each,
-        of few seats all `most` that a sequence checks in a step; none: just these.
+        """Add a decode bucket with rows for drafts beside full seats: one draft for each seat, or
+        with few seats all `most` drafts that a sequence checks in a step. No change if most is 0.
         """
         if not most:
             return self
@@ -122,7 +120,7 @@ class Buckets:
 
     @cached_property
     def token_budget(self) -> int:
-        """The most rows one step computes; no bucket lies above it."""
+        """The most rows of one step, those of the largest mixed bucket."""
         return self.mixed[-1].tokens
 
     @cached_property
@@ -135,7 +133,7 @@ class Buckets:
     def choose(self, *, tokens: int, sequences: int, decode_only: bool, logit_rows: int) -> Bucket:
         """The smallest bucket that holds the step.
 
-        Raises ValueError when none does: the scheduler never plans more than the budget.
+        Raises ValueError if none does; the scheduler never plans more than the budget.
         """
         seats = max(sequences, logit_rows)
         for bucket in self.decode if decode_only else self.mixed:
@@ -144,17 +142,17 @@ class Buckets:
         raise ValueError(f"no bucket holds {tokens} rows of {sequences} sequences")
 
     def mixed_for(self, sequences: int) -> tuple[Bucket, ...]:
-        """The mixed buckets that hold so many sequences, ascending: at least the largest."""
+        """The mixed buckets that hold `sequences` sequences, ascending; at least the largest."""
         least = min(sequences, self.seats)
         return self.mixed[bisect_left(self.mixed, least, key=lambda bucket: bucket.seats) :]
 
     def thrifty(self, rows: int, count: int, riders: int, sequences: int) -> int:
-        """How many of a prompt's next `count` rows to add to a step of `rows` when no other
-        prompt will board it.
+        """How many of a prompt's next `count` rows to add to a step of `rows` rows that no other
+        prompt joins.
 
-        All of them, or only as many as fill a smaller bucket, the rest riding in the next step with
-        `riders` decoding sequences: whichever computes fewer rows, padding included, over the two
-        steps. sequences: of this step, the prompt's own included.
+        Either all of them, or only enough to fill a smaller bucket, with the rest in the next step
+        beside `riders` decoding sequences: whichever computes fewer rows, padding included, over
+        both steps. sequences: sequences of this step, including the prompt's own.
         """
         if self.padding_is_free:
             return count
@@ -175,12 +173,12 @@ class Buckets:
 
 
 def _padded(mixed: tuple[Bucket, ...], tokens: int) -> int:
-    """Rows of the first of these buckets that holds so many, or of the largest."""
+    """Rows of the first of these buckets that holds `tokens` rows, or of the largest bucket."""
     return next((b.tokens for b in mixed if tokens <= b.tokens), mixed[-1].tokens)
 
 
 def powers_of_two(low: int, high: int) -> tuple[int, ...]:
-    """low, 2 low, 4 low, ... and always `high` itself as the last."""
+    """The numbers low, 2 low, 4 low, ... below `high`, and then `high` itself."""
     if low >= high:
         return (high,)
     return (low, *powers_of_two(2 * low, high))

@@ -88,15 +88,15 @@ class PageDemand:
         may.
         """
         own = 0
-        found: list[list[float]] = []
+        figures: list[list[float]] = []
         for seq in seated:
             held = _own_pages(seq)
             own += held
-            found.append(self._row(seq, held))
+            figures.append(self._row(seq, held))
         own += sum(map(_own_pages, yielding))
-        found += [self._row(newcomer, fresh) for newcomer, fresh in newcomers]
+        figures += [self._row(newcomer, fresh) for newcomer, fresh in newcomers]
         room = self._pages.pool.capacity - (self._pages.pool.used - own)
-        rows = np.array(found, np.float64)
+        rows = np.array(figures, np.float64)
         times = _times_ahead(rows[:, 2])
         alive, pages = self._ahead(rows, times)
         mean = (alive * pages).sum(axis=0)

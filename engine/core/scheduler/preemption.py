@@ -1,5 +1,5 @@
-"""Which sequence loses its seat: to a live request, to a lack of pages, to a stream that stands
-still, to a tenant's share.
+"""Preemption: takes seats from sequences for live requests, for lack of pages, for stalled
+sequences, and for tenants with less than their share.
 """
 
 from __future__ import annotations
@@ -7,16 +7,16 @@ from __future__ import annotations
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.sequence import Sequence
 
-#: Seconds after which a sequence that lost its seat to a lack of pages takes another's.
+#: Seconds after which a sequence that was preempted for lack of pages may take another's seat.
 _STALL_S = 1.2
-#: Seconds and tokens that a seat is good for before it can be taken so: no turn passes without
-#: progress.
+#: Seconds and tokens for which a sequence keeps its seat before a stalled one may take it, so that
+#: each turn makes progress.
 _TURN_S, _TURN_TOKENS = 1.0, 16
 
 
 class Preemption:
-    """Takes seats of sequences, which then wait at the front of the queue and compute again what
-    they had. Each method returns those that lost their seat.
+    """Preempts sequences, which then wait at the front of the queue and recompute their KV. Each
+    method returns the sequences that it preempted.
     """
 
     def __init__(self, sequences: OpenSequences):
@@ -26,11 +26,11 @@ class Preemption:
         self._queue = sequences.live.queue
 
     def for_pages(self, needy: list[Sequence], now: float) -> list[Sequence]:
-        """Until there is a page for each decoding sequence that needs one.
+        """Preempt sequences until there is a page for each decoding sequence that needs one.
 
-        The first by `_keeping_order` never loses its seat, and alone it fits the pool (checked
-        at admission): so it always goes on. Preempted sequences board before new ones, so that
-        all are computed in the end.
+        The first sequence by `_keeping_order` never loses its seat, and alone it fits the pool
+        (checked at admission), so it always makes progress. Preempted sequences board before new
+        ones, so that all are computed in the end.
         """
         preempted: list[Sequence] = []
         pool = self._pages.pool
@@ -44,8 +44,8 @@ class Preemption:
         return preempted
 
     def for_live(self, now: float) -> list[Sequence]:
-        """Background sequences to preempt: as many as live ones lack seats, and the first of these
-        pages.
+        """Preempt background sequences until all waiting live sequences have a free seat and the
+        first of them has enough pages.
         """
         head = self._queue.head()
         preempted: list[Sequence] = []
@@ -64,14 +64,13 @@ class Preemption:
 
     @staticmethod
     def too_long_stalled(seq: Sequence, now: float) -> bool:
-        """Whether a waiting sequence lost its seat longer ago than a stream should stand still."""
+        """Whether a preempted sequence has waited for at least _STALL_S seconds."""
         return seq.preemptions > 0 and now - seq.unseated_at >= _STALL_S
 
     def for_stalled(self, now: float) -> list[Sequence]:
-        """For the sequence that lost its seat longest ago, if that is too long ago.
+        """Preempt a sequence for the one that lost its seat longest ago, if that one has stalled.
 
-        In a pool full of answers that all have far to go none may end for seconds: then they take
-        turns.
+        In a pool full of long answers none may end for seconds: then the sequences take turns.
         """
         head = self._queue.head()
         if head is None or not self.too_long_stalled(head, now):
@@ -91,9 +90,9 @@ class Preemption:
         return [seq]
 
     def for_claimant(self, claimant: Sequence, now: float) -> list[Sequence]:
-        """One of a tenant that has more than its share of the seats, which no seat is free for.
+        """Preempt a sequence of a tenant with more than its share of the seats, for a claimant.
 
-        Each sequence gives way once at most, and boards again before new ones.
+        Each sequence gives way at most once, and boards again before new ones.
         """
         missing = self._missing_pages(claimant)
         crowding = self._queue.crowding(self._seats.count)
@@ -116,20 +115,20 @@ class Preemption:
 
 
 def _had_its_turn(seq: Sequence, now: float) -> bool:
-    """Whether a seated sequence may give way to one that has stood still for too long."""
+    """Whether a seated sequence has had its seat long enough to give way to a stalled one."""
     return now - seq.sat_at >= _TURN_S and len(seq.tokens) - seq.sat_with >= _TURN_TOKENS
 
 
-#: Background, class, no token yet, rows computed (negative), request, index.
+#: (background, class, no token yet, negative number of computed rows, request, index).
 type _Place = tuple[bool, float, bool, int, int, int]
 
 
 def _keeping_order(seq: Sequence) -> _Place:
-    """The order in which seated sequences keep their seats, the last one loses it first.
+    """Sort key of seated sequences; the last one in this order loses its seat first.
 
-    Live sequences before those in the background; among these the first class before the last;
-    streams that began before those that did not, whose clients see no stall; then those with most
-    rows to compute again; then the oldest.
+    Live sequences come before background ones; then lower classes first; then sequences that have
+    sent a token before those that have not, whose clients see no stall; then those with most rows
+    to recompute; then the oldest.
     """
     group, number, index = seq.rank
     return seq.background, group, seq.first_token_at is None, -seq.scheduled, number, index

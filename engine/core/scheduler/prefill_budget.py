@@ -1,4 +1,4 @@
-"""How many prompt rows a step may have beside streams."""
+"""The prefill budget: how many prompt rows a step may have beside decode rows."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from jitney.engine.config import Share
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
-#: Longest step with prompt rows, as a multiple of a step with the same share whose rows start at
-#: position 0.
+#: The longest step with prompt rows, as a multiple of the time of a step with the same share whose
+#: rows start at position 0.
 _STRETCH = 1.15
-#: Share AUTO at its least: a step may take so many times as long as one without prompt rows, so
-#: that the slowest of them stays within three times.
+#: With the least AUTO share, a step may take this many times as long as one without prompt rows, so
+#: that the slowest of these steps stays within three times.
 _MOST_SLOWER = 2.7
-#: Where the first prompt ends soon, AUTO gives at least this share, and a step may take so many
-#: times as long as one without prompt rows: one slow step, where a long prompt makes many. On a
-#: CPU that decodes 32 rows in 17 ms and computes 256 prompt rows in 84 ms, a lower factor would
-#: halve those rows.
+#: If the first prompt ends soon, AUTO gives at least this share, and a step may take this many
+#: times as long as one without prompt rows: that is one slow step, where a long prompt makes many.
+#: On a CPU that decodes 32 rows in 17 ms and computes 256 prompt rows in 84 ms, a lower factor
+#: would halve those rows.
 _SHORT_SHARE, _SHORT_SLOWER = 0.5, 6.0
-#: The same of steps with prompt rows of the background.
+#: The same factor for steps with background prompt rows.
 _BACKGROUND_SLOWER = 2.0
-#: Where even the smallest mixed step is longer than the target, one in so many steps takes prompt
+#: If even the smallest mixed step is longer than the target, one in this many steps takes prompt
 #: rows all the same.
 _PATIENCE = 4
-#: Rows a second that brief steps may lose, of those of full ones.
+#: Share of full steps' rows per second that brief steps may lose.
 _BRIEF_LOSS = 0.08
-#: Share AUTO: the least that prompts get, and how many different shares there are.
+#: AUTO: the least share for prompts, and the number of different shares.
 _LEAST_SHARE, _LEVELS = 0.25, 16
 
 #: (decoding, share) -> (rows, bucket).
@@ -37,43 +37,43 @@ _Usual = dict[tuple[int, float], tuple[int, Bucket]]
 
 @dataclass(eq=False)
 class PrefillBudget:
-    """The most prompt rows of a step. share: of the token budget, while others decode;
-    target_itl_s: 0 for none.
+    """The most prompt rows of a step. share: share of the token budget while sequences decode.
+    target_itl_s: target for the time of a step, seconds; 0: none.
 
-    A long prompt then passes in more, shorter steps, and the streams that run beside it notice less
-    of it. A row far into a long prompt takes longer, so there are fewer of them in a step: see
-    _STRETCH. Share 1 is no limit.
+    With a limit a long prompt is computed in more, shorter steps, so decoding sequences slow down
+    less. A row far into a long prompt takes longer, so a step has fewer of them: see _STRETCH.
+    Share 1 means no limit.
 
-    A step with many prompt rows makes every stream wait, one with few makes every prompt wait. So
-    share AUTO is the waiting prompts divided by the decoding streams, in _LEVELS steps, between
-    _LEAST_SHARE and 1. One long prompt beside many streams gets _LEAST_SHARE,
-    or as much less as makes their steps no more than _MOST_SLOWER times as long; a short one gets
-    _SHORT_SHARE within _SHORT_SLOWER, so that its first token need not wait for a second step;
-    where prompts are most of the work, they pile up in the seats until they get the whole budget,
-    and no weights are read for a few rows at a time.
+    A step with many prompt rows makes every decoding sequence wait, a step with few makes every
+    prompt wait. So the share AUTO is the number of waiting prompts divided by the number of
+    decoding sequences, in _LEVELS steps, between _LEAST_SHARE and 1. One long prompt beside many
+    decoding sequences gets _LEAST_SHARE, or less if steps would take more than _MOST_SLOWER times
+    as long. A short prompt gets _SHORT_SHARE within _SHORT_SLOWER, so that its first token need not
+    wait for a second step. If prompts are most of the work, they fill the seats until they get the
+    whole budget, and weights are not read for a few rows at a time.
     """
 
     step_times: StepTimeEstimate
     share: Share
     target_itl_s: float
-    #: Steps in a row that took no prompt row for the sake of target_itl_s.
+    #: Number of steps in a row that took no prompt rows because of target_itl_s.
     _denied: int = 0
-    #: By (decoding, share).
+    #: Cached results of `_rows_of_share` by (decoding, share).
     _usual_rows: _Usual = field(default_factory=_Usual)
 
     def share_beside(self, decoding: int, prompts: int) -> float:
-        """The share of the token budget for so many prompts beside so many decoding sequences."""
+        """The share of the token budget for `prompts` prompts beside `decoding` sequences."""
         if isinstance(self.share, str):
             level = _LEVELS * prompts // max(1, decoding)
             return max(_LEAST_SHARE, min(level, _LEVELS) / _LEVELS)
         return self.share
 
     def is_short(self, rest: int, whole: int) -> bool:
-        """Whether a prompt may end in the next step by what `most` allows short ones: rest, the
-        rows it has left, of `whole` rows that it had when it boarded.
+        """Whether a prompt counts as short for `most`, so that it can end in the next step. rest:
+        rows left of the `whole` rows that it had when it boarded.
 
-        Where padding is free, the end of a prompt that took several full steps is not short: the
-        streams beside it have waited often enough. Elsewhere `Buckets.thrifty` cuts such an end.
+        Where padding is free, the end of a prompt that took several full steps is not short: other
+        sequences have waited often enough. Elsewhere `Buckets.thrifty` splits such an end.
         """
         buckets = self.step_times.buckets
         if buckets.padding_is_free and whole > buckets.token_budget:
@@ -81,11 +81,11 @@ class PrefillBudget:
         return rest <= _SHORT_SHARE * buckets.token_budget
 
     def most(self, decoding: int, start: int = 0, prompts: int = 1, *, short: bool = False) -> int:
-        """Prompt rows for a step of so many decoding sequences; to be asked once per step, while
+        """The most prompt rows of a step beside `decoding` sequences. Call it once per step, while
         prompts need rows.
 
-        start: position of the first row, which tells what they attend to. prompts: how many
-        prompts need rows now. short: the first of them is, see `is_short`.
+        start: position of the first row, which determines the query-key pairs. prompts: number of
+        prompts that need rows. short: whether the first of them is short, see `is_short`.
         """
         buckets = self.step_times.buckets
         if not decoding:
@@ -103,19 +103,20 @@ class PrefillBudget:
         if slower < math.inf and self.step_times.has_seen(bucket):
             limit = min(limit, self._bearable(decoding, slower))
         if self._timely(bucket.tokens, decoding, start, limit - usual) >= rows:
-            return rows  # as nearly always: no need to ask about other steps
+            return rows  # nearly always: no need to look at other buckets
         return self._most_in_time(rows, decoding, start, limit)
 
     def brief(self, decoding: int, start: int = 0) -> int:
-        """Prompt rows of the shortest step beside so many decoding sequences in which long prompts
-        lose no more than _BRIEF_LOSS of their speed: a request that comes meanwhile waits for its
-        end. All that a step can have, before any was measured. start: position of the first row.
+        """Prompt rows of the shortest step beside `decoding` sequences in which long prompts lose
+        at most _BRIEF_LOSS of their speed, because a request that arrives waits for the step's end.
+        Before any step was measured: all rows of the largest step. start: position of the first
+        row.
 
-        What a step takes whatever its prompt rows is lost once more with each step that a prompt is
-        cut into; far into a long prompt the rows take longer, so fewer of them lose as little.
+        Each further step that a prompt is split into costs a step's fixed time once more. Far into
+        a long prompt rows take longer, so a step with fewer of them loses as little.
         """
         times, buckets = self.step_times, self.step_times.buckets
-        fullest, kept = buckets.mixed[-1], 1 - _BRIEF_LOSS
+        fullest, min_speed = buckets.mixed[-1], 1 - _BRIEF_LOSS
         most = fullest.tokens - decoding
         full = times.mixed(fullest)
         if full is None:
@@ -125,15 +126,15 @@ class PrefillBudget:
         if buckets.padding_is_free:
             fixed = (times.decode(decoding) if decoding else None) or times.least
             share = min(1.0, fixed / full) or 1.0
-            return math.ceil(most * kept * share / (1 - kept * (1 - share)))
+            return math.ceil(most * min_speed * share / (1 - min_speed * (1 - share)))
         for bucket in buckets.mixed_for(decoding + 1):
             rows, seconds = bucket.tokens - decoding, times.mixed(bucket)
-            if seconds and rows * full >= kept * most * (seconds + rows * attending):
+            if seconds and rows * full >= min_speed * most * (seconds + rows * attending):
                 return rows
         return most
 
     def _most_in_time(self, rows: int, decoding: int, start: int, limit: float) -> int:
-        """At most so many prompt rows, of a step of any bucket that takes `limit` seconds."""
+        """The most prompt rows, up to `rows`, of a step of any bucket within `limit` seconds."""
         buckets = self.step_times.buckets
         beside = buckets.mixed_for(decoding + 1)
         timely = max(
@@ -146,12 +147,12 @@ class PrefillBudget:
         return min(rows, max(timely, beside[0].tokens // 8))
 
     def _fewest(self, decoding: int) -> int:
-        """Prompt rows of the smallest step beside so many decoding sequences."""
+        """Prompt rows of the smallest mixed step beside `decoding` sequences."""
         return self.step_times.buckets.mixed_for(decoding + 1)[0].tokens - decoding
 
     def most_in_background(self, decoding: int, start: int = 0) -> int:
-        """Prompt rows for a step of the background, for whose end a request that comes meanwhile
-        waits: those of the smallest bucket, or more where the step stays short all the same.
+        """Prompt rows of a background step: those of the smallest bucket, or more if the step stays
+        short, because a request that arrives waits for its end.
         """
         buckets = self.step_times.buckets.mixed_for(decoding + 1)
         fewest = self._fewest(decoding)
@@ -167,8 +168,8 @@ class PrefillBudget:
         return max([fewest, *timely])
 
     def _rows_of_share(self, decoding: int, share: float) -> tuple[int, Bucket]:
-        """Prompt rows of the share, and the bucket of the step. If padding costs time and the next
-        smaller bucket holds at least half of the rows, only as many as fill that bucket.
+        """(prompt rows of the share, bucket of the step). If padding costs time and the next
+        smaller bucket holds at least half of the rows, only enough rows to fill that bucket.
         """
         buckets = self.step_times.buckets
         beside = buckets.mixed_for(decoding + 1)
@@ -182,15 +183,15 @@ class PrefillBudget:
         return rows, next(bucket for bucket in beside if decoding + rows <= bucket.tokens)
 
     def _longest(self, usual: float, share: float) -> float:
-        """Seconds that a step with prompt rows may take. usual: of one with all that may be, at the
-        start of a prompt.
+        """The longest time in seconds of a step with prompt rows. usual: time of a step with all
+        rows of the share, at the start of a prompt.
         """
         target = self.target_itl_s or math.inf
         return min(target, _STRETCH * usual) if share < 1 else target
 
     def _share_and_limit(self, decoding: int, prompts: int, short: bool) -> tuple[float, float]:
-        """The share, and how many times as long as one without prompt rows a step may take: that is
-        bounded where many streams wait for few prompts.
+        """(share, how many times as long as a step without prompt rows a step may take). The second
+        is bounded where many decoding sequences wait for few prompts.
         """
         share = self.share_beside(decoding, prompts)
         if not isinstance(self.share, str):
@@ -200,8 +201,8 @@ class PrefillBudget:
         return share, _MOST_SLOWER if share == _LEAST_SHARE else math.inf
 
     def _bearable(self, decoding: int, slower: float) -> float:
-        """Seconds that a step may take beside so many streams, `slower` times as long as their own:
-        never fewer than the smallest step with prompt rows takes.
+        """The longest time in seconds of a step beside `decoding` sequences: `slower` times their
+        own step time, but at least the time of the smallest mixed step.
         """
         alone = self.step_times.decode(decoding)
         if alone is None:
@@ -210,10 +211,10 @@ class PrefillBudget:
         return max(slower * alone, _STRETCH * (self.step_times.mixed(smallest) or 0.0))
 
     def _timely(self, size: int, decoding: int, start: int, left: float) -> int:
-        """The most prompt rows from `start` that fit a step of so many rows and can attend in the
-        `left` seconds; 0 if left < 0.
+        """The most prompt rows from `start` that fit a step of `size` rows and whose attention
+        takes at most `left` seconds; 0 if left < 0.
 
-        r rows attend to r * (start + r / 2) positions.
+        r rows have r * (start + r / 2) query-key pairs.
         """
         if left < 0:
             return 0
@@ -223,8 +224,8 @@ class PrefillBudget:
 
 
 def _sizes(buckets: Sequence[Bucket], padding_is_free: bool) -> Iterator[tuple[Bucket, int]]:
-    """(bucket, rows) of steps that are worth thinking of: full ones, and where padding is free some
-    between.
+    """(bucket, rows) of the step sizes to consider: full buckets, and also some between them where
+    padding is free.
     """
     for bucket in buckets:
         if padding_is_free:

@@ -79,8 +79,8 @@ class PromptScores:
             self._remove(key)
 
     def _put(self, key: bytes, page: _PageScores) -> None:
-        known = self._pages.get(key)
-        if known is not None and known.alternatives >= page.alternatives:
+        stored = self._pages.get(key)
+        if stored is not None and stored.alternatives >= page.alternatives:
             return
         self._remove(key)
         self._pages[key] = page
@@ -96,17 +96,17 @@ class PromptScores:
 
 def _packed(entries: list[TokenLogprobs | None]) -> _PageScores:
     """The entries of a page's tokens; None stands for the first token of a text."""
-    known = [entry for entry in entries if entry is not None]
-    missing = len(entries) - len(known)
+    scored = [entry for entry in entries if entry is not None]
+    missing = len(entries) - len(scored)
     width = 0
-    if known:
-        width = len(known[0].top_ids)
+    if scored:
+        width = len(scored[0].top_ids)
     logprobs = np.full(len(entries), np.nan, np.float32)
     top_ids = np.zeros((len(entries), width), np.int32)
     top_logprobs = np.zeros((len(entries), width), np.float32)
-    logprobs[missing:] = [entry.logprob for entry in known]
-    top_ids[missing:] = [entry.top_ids for entry in known]
-    top_logprobs[missing:] = [entry.top_logprobs for entry in known]
+    logprobs[missing:] = [entry.logprob for entry in scored]
+    top_ids[missing:] = [entry.top_ids for entry in scored]
+    top_logprobs[missing:] = [entry.top_logprobs for entry in scored]
     return _PageScores(logprobs, top_ids, top_logprobs)
 
 

@@ -1,4 +1,4 @@
-"""How long steps take, learnt while serving."""
+"""Estimates of step times, measured while serving."""
 
 from __future__ import annotations
 
@@ -9,56 +9,57 @@ from statistics import median
 
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 
-#: Newest steps kept per bucket. Their median bears half of them being disturbed by something else.
+#: Number of newest steps kept per bucket. Their median stays right if fewer than half of them were
+#: disturbed by other programs.
 _KEPT = 15
-#: Steps that may be waiting to be taken in.
+#: The most observed steps that wait to be processed.
 _MOST_UNTAKEN = 64
-#: What fading means and sums keep of themselves with each new step.
+#: Weight of the old value in exponential means and sums, per new step.
 _FADE = 0.95
-#: The same of the sums that tell how much longer than typical steps take: the last 100 or so.
+#: The same weight for the sums behind `stretch`: the last 100 steps or so count.
 _FADE_SLOWLY = 0.99
-#: Query-key pairs that count as no difference: among prompts as short as that nothing is learnt
-#: about long ones.
+#: Differences in query-key pairs below this are noise: short prompts tell nothing about long ones.
 _FEW_PAIRS = 10_000.0
-#: Steps in which streams decode beside background rows may take so many times as long as without.
+#: A decode step with background rows may take this many times as long as without them.
 _BACKGROUND_STRETCH = 1.2
-#: Times the tokens a second that a larger decode bucket must give where several fill it together.
+#: Where several sequences together fill a larger decode bucket, it must give this many times the
+#: tokens per second.
 _FILL = 1.2
-#: A step that takes so many times as long as the quickest is far above it. On two cores 32 streams
-#: take about twice as long as one: times that scatter must not decide.
+#: A step that takes this many times as long as the quickest counts as far above it. On two cores 32
+#: streams take about twice as long as one: scattered times must not decide.
 _FAR = 1.5
-#: A bucket that was seen fewer times does not tell how soon a step of it may be done.
+#: Fewest measured steps of a bucket for `soonest`.
 _FEWEST_SEEN = 3
-#: A step with less than this share of its bucket's rows tells as much of them as one with so many:
-#: what it took is mostly not theirs.
+#: A step with less than this share of its bucket's rows is scaled as if it had this share, because
+#: most of its time is the fixed part.
 _LEAST_FULL = 0.5
-#: The same of a decode step, by its rows beyond those of the next smaller bucket.
+#: The same share for a decode step, among its rows beyond those of the next smaller bucket.
 _LEAST_FULL_DECODE = 0.125
 
-#: A step: its bucket, the seconds it took, the query-key pairs of its prompt rows, its rows, the
-#: gap before it.
+#: A measured step: bucket, seconds, query-key pairs of its prompt rows, rows, seconds of the gap
+#: before it.
 type _Observed = tuple[Bucket, float, int, int, float]
-#: By bucket: seconds and pairs of the newest steps, as if each had been full.
+#: (seconds, pairs) of the newest steps by bucket, each scaled to a full step.
 type _Steps = defaultdict[Bucket, deque[tuple[float, float]]]
 
 
 @dataclass(eq=False, slots=True)
 class _Slope:
-    """Seconds per query-key pair, from how step times and pairs of a bucket stray from their fading
-    means together.
+    """Seconds per query-key pair: a regression of step times on pairs, both taken as deviations
+    from their exponential means per bucket.
     """
 
-    #: (seconds, pairs) of each bucket.
+    #: Exponential means (seconds, pairs) of each bucket.
     _means: dict[Bucket, tuple[float, float]] = field(
         default_factory=dict[Bucket, tuple[float, float]]
     )
-    #: Fading sums of pairs * pairs and of pairs * seconds, each less its mean.
+    #: Exponential sums of pairs * pairs and of pairs * seconds, both as deviations.
     _pairs_pairs: float = _FEW_PAIRS**2
     _pairs_seconds: float = 0.0
 
     def observe(self, bucket: Bucket, seconds: float, pairs: float) -> None:
-        """A mixed step; a time that strays from what was expected by more than half of the mean
-        counts as that much.
+        """Add a mixed step. Its time's deviation from the expected one is clipped to half of the
+        mean.
         """
         usual, usual_pairs = self._means.get(bucket, (seconds, pairs))
         more = pairs - usual_pairs
@@ -75,29 +76,29 @@ class _Slope:
 
 @dataclass(eq=False)
 class StepTimeEstimate:
-    """Step times in seconds, by bucket and by what its prompt rows attend to.
+    """Step times in seconds, by bucket and by the query-key pairs of prompt rows.
 
-    Steps are taken in when a figure is asked for, many at a time: streams alone ask for none. Where
-    padding is free, what a step with prompts took is kept as what it would have taken with as many
-    rows as its bucket has: all beyond a decode step grows with the rows.
+    Observed steps are processed many at a time, when an estimate is requested: pure decoding
+    requests none. Where padding is free, the time of a mixed step is scaled to a full bucket before
+    it is stored: the time beyond that of a decode step grows with the rows.
     """
 
     buckets: Buckets
-    #: Steps that were observed and not yet taken in.
+    #: Observed steps that are not processed yet.
     _untaken: list[_Observed] = field(default_factory=list[_Observed])
-    #: Fading sums of what steps took, with the gaps before them, and of what is typical of them.
+    #: Exponential sums of step times, with the gaps before them, and of the steps' typical times.
     _taken_s: float = 0.0
     _typical_s: float = 0.0
-    #: Fading mean of all steps, seconds; None before the first.
+    #: Exponential mean of all step times, seconds; None before the first step.
     _step: float | None = None
-    #: What was seen, by bucket.
+    #: Newest measured steps, by bucket.
     _seen: _Steps = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_KEPT)))
-    #: What `_typical` and `_base` have said of what was seen so far.
+    #: Cached results of `_typical` and `_base`.
     _typicals: dict[Bucket, float] = field(default_factory=dict[Bucket, float])
     _bases: dict[Bucket, float] = field(default_factory=dict[Bucket, float])
-    #: Seconds that each pair of a prompt row and a key adds.
+    #: Seconds per query-key pair of prompt rows.
     _slope: _Slope = field(default_factory=_Slope)
-    #: Decode bucket -> the next smaller one: asked for with each draft that is weighed.
+    #: Decode bucket -> the next smaller one; read once for each draft that is considered.
     _below: dict[Bucket, Bucket] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,16 +108,16 @@ class StepTimeEstimate:
     def observe(
         self, bucket: Bucket, seconds: float, pairs: int = 0, rows: int = 0, gap: float = 0.0
     ) -> None:
-        """A step of this bucket took so long on the device; pairs: query-key pairs of its prompt
-        rows; rows: those that are not padding, 0: all; gap: seconds that the device had waited for
-        the host before it.
+        """Record a step of this bucket that took `seconds` on the device. pairs: query-key pairs of
+        its prompt rows. rows: rows that are not padding, 0: all. gap: seconds that the device had
+        waited for the host before it.
         """
         self._untaken.append((bucket, seconds, pairs, rows or bucket.tokens, gap))
         if len(self._untaken) >= _MOST_UNTAKEN:
             self._take_in()
 
     def _take_in(self) -> None:
-        """Learn from the steps observed since the last time, in their order."""
+        """Process the steps observed since the last call, in order."""
         if not self._untaken:
             return
         for bucket, seconds, pairs, rows, gap in self._untaken:
@@ -136,7 +137,7 @@ class StepTimeEstimate:
         self._untaken.clear()
 
     def _compare(self, bucket: Bucket, seconds: float, pairs: int, rows: int) -> None:
-        """Add a step to what steps took and to what is typical of them."""
+        """Add a step's time and its typical time to the sums behind `stretch`."""
         if bucket not in self._seen:
             return
         full = self._typical(bucket) if bucket.decode_only else self._base(bucket)
@@ -146,15 +147,15 @@ class StepTimeEstimate:
 
     @property
     def stretch(self) -> float:
-        """How many times as long as their typical times steps take one after another, at least 1:
-        medians leave out the few that something else on the machine makes long, and what the device
-        waits for the host.
+        """Ratio of elapsed time to typical step times over a series of steps, at least 1. Medians
+        ignore the few steps that other programs slow down, and the time that the device waits for
+        the host.
         """
         self._take_in()
         return max(1.0, self._taken_s / self._typical_s) if self._typical_s else 1.0
 
     def _fullness(self, bucket: Bucket, rows: int) -> float:
-        """The share of a full step's rows by which one with so many is told from it."""
+        """The share of a full step's variable time that a step with `rows` rows takes."""
         if not self.buckets.padding_is_free:
             return 1.0
         if not bucket.decode_only:
@@ -165,19 +166,19 @@ class StepTimeEstimate:
         return max(_LEAST_FULL_DECODE, (rows - below.seats) / (bucket.seats - below.seats))
 
     def _least_of(self, bucket: Bucket) -> float:
-        """Seconds of a step of this bucket without the rows that `_fullness` counts."""
+        """Fixed seconds of a step of this bucket: its time without the rows in `_fullness`."""
         below = self._seen_below(bucket) if bucket.decode_only else None
         return self.least if below is None else self._typical(below)
 
     def _seen_below(self, bucket: Bucket) -> Bucket | None:
-        """The next smaller decode bucket, if it was seen."""
+        """The next smaller decode bucket, if a step of it was measured."""
         below = self._below.get(bucket)
         return below if below in self._seen else None
 
     @property
     def least(self) -> float:
-        """Seconds that a step takes however few its rows are, as far as it was seen: those of the
-        smallest one that only decoded.
+        """Fixed seconds of any step: the typical time of the smallest measured decode bucket; 0
+        before any.
         """
         for bucket in self.buckets.decode:
             if bucket in self._seen:
@@ -186,31 +187,31 @@ class StepTimeEstimate:
 
     @property
     def step(self) -> float | None:
-        """Fading mean of the seconds of steps of all kinds; None before the first."""
+        """Exponential mean of all step times in seconds; None before the first step."""
         self._take_in()
         return self._step
 
     @property
     def per_pair(self) -> float:
-        """Seconds that a prompt row takes for each position it attends to."""
+        """Seconds that a prompt row takes for each position that it attends to."""
         self._take_in()
         return self._slope.value
 
     def mixed(self, bucket: Bucket, rows: int = 0) -> float | None:
-        """Typical time of a mixed bucket with so many rows, 0: all of them, without what its prompt
-        rows attend to; None before any mixed step.
+        """Typical seconds of a mixed bucket with `rows` rows (0: full), without the time for
+        query-key pairs; None before any mixed step.
 
-        A bucket that was not seen takes its share of the next larger one that was, by its rows, and
-        no less than the next smaller one: too short, so that it is tried, until the first step of
-        its own. Beyond all that were seen it takes as many times as long as it has rows.
+        A bucket without measured steps gets a share of the next larger measured one's time, by its
+        rows, and no less than the next smaller one's. That is too short, so that the bucket is
+        tried and measured. Above all measured buckets the time grows in proportion to the rows.
         """
         self._take_in()
         full = self._base(bucket) if bucket in self._seen else self._of_neighbours(bucket.tokens)
         return None if full is None else self._with_rows(full, bucket, rows or bucket.tokens)
 
     def _of_neighbours(self, tokens: int) -> float | None:
-        """Seconds of a full step of so many rows, whose bucket was not seen; None before any mixed
-        step.
+        """Estimated seconds of a full step of `tokens` rows whose bucket was not measured; None
+        before any mixed step.
         """
         seen = [bucket for bucket in self.buckets.mixed if bucket in self._seen]
         if not seen:
@@ -222,8 +223,8 @@ class StepTimeEstimate:
         return max(least, self._base(seen[above]) * tokens / seen[above].tokens)
 
     def decode(self, rows: int) -> float | None:
-        """Typical time of a step of so many decode rows and nothing else; None before any. Where
-        padding is free it is on a line between the times of two sizes.
+        """Typical seconds of a step with `rows` decode rows and no others; None if its bucket was
+        not measured. Where padding is free, the time is interpolated between two buckets.
         """
         bucket = self._decode_bucket(rows)
         self._take_in()
@@ -232,8 +233,9 @@ class StepTimeEstimate:
         return self._with_rows(self._typical(bucket), bucket, rows)
 
     def far_above_least(self, sequences: int) -> bool:
-        """Whether a step in which so many sequences decode takes _FAR times as long as the quickest
-        that was seen: the few steps of one stream may be long ago, and made long by something else.
+        """Whether a step in which `sequences` sequences decode takes _FAR times as long as the
+        quickest measured one. (The typical time of a single sequence is no good measure: its steps
+        may be long ago and disturbed by other programs.)
         """
         seconds = self.decode(sequences) if sequences else None
         if seconds is None:
@@ -242,8 +244,8 @@ class StepTimeEstimate:
         return seconds >= _FAR * min(seen)
 
     def rows_beside(self, sequences: int) -> int:
-        """Rows that may be added to a step in which so many sequences decode, at least one, without
-        slowing it down: its padding, and more where a larger bucket takes hardly longer.
+        """Rows that can be added to a step in which `sequences` (at least 1) decode without slowing
+        it down: its padding, and more where a larger bucket takes hardly longer.
         """
         own = self._decode_bucket(sequences)
         self._take_in()
@@ -261,11 +263,11 @@ class StepTimeEstimate:
         return bucket in self._seen
 
     def needed_to_pay(self, sequences: int) -> int | None:
-        """How many more beside so many decoding sequences it takes to give more tokens a second; 1
-        where it is not known, None if the next bucket does not hold as many.
+        """How many sequences must join `sequences` decoding ones to give more tokens per second; 1
+        if that is not known, None if the next bucket does not hold enough.
 
-        One more gives fewer where it takes a larger bucket that is far from full. Several that come
-        together must bring _FILL times the tokens, since some of them soon leave a gap again.
+        One more sequence can lower the rate if it needs a larger bucket that is far from full.
+        Several that join together must give _FILL times the rate, since some of them end soon.
         """
         now, then = (self._decode_bucket(count) for count in (sequences, sequences + 1))
         self._take_in()
@@ -280,8 +282,8 @@ class StepTimeEstimate:
         return None
 
     def soonest(self, bucket: Bucket, rows: int, pairs: int = 0) -> float | None:
-        """The least seconds that the newest steps of a bucket would have taken with so many rows
-        and query-key pairs of prompts; None where too few were seen to tell.
+        """The shortest time in seconds that the newest steps of a bucket would have taken with
+        these rows and query-key pairs; None with fewer than _FEWEST_SEEN steps.
         """
         self._take_in()
         if bucket not in self._seen or len(self._seen[bucket]) < _FEWEST_SEEN:
@@ -291,7 +293,7 @@ class StepTimeEstimate:
         return self._with_rows(least, bucket, rows) + slope * pairs
 
     def _with_rows(self, full: float, bucket: Bucket, rows: int) -> float:
-        """Seconds of a step with so many rows, from those of a full one."""
+        """Seconds of a step with `rows` rows, computed from the seconds of a full one."""
         fullness = self._fullness(bucket, rows)
         if fullness == 1:
             return full
@@ -302,7 +304,7 @@ class StepTimeEstimate:
         return next(bucket for bucket in self.buckets.decode if sequences <= bucket.seats)
 
     def _typical(self, bucket: Bucket) -> float:
-        """Seconds of a step of a bucket that was seen."""
+        """Median seconds of a full step of a measured bucket."""
         typical = self._typicals.get(bucket)
         if typical is None:
             typical = median([seconds for seconds, _ in self._seen[bucket]])
@@ -310,7 +312,7 @@ class StepTimeEstimate:
         return typical
 
     def _base(self, bucket: Bucket) -> float:
-        """The same of a mixed bucket, without what its prompt rows attend to."""
+        """Median seconds of a full mixed step, without the time for query-key pairs."""
         base = self._bases.get(bucket)
         if base is None:
             slope = self._slope.value
@@ -320,8 +322,8 @@ class StepTimeEstimate:
         return base
 
     def fastest_prefill(self, rows: int) -> float:
-        """A time below which so many prompt rows have never been computed here; 0 if nothing like
-        it was measured.
+        """A lower bound, in seconds, of the time for `rows` prompt rows by the measured steps; 0 if
+        no similar step was measured.
         """
         budget = self.buckets.token_budget
         steps, rest = divmod(rows, budget)
@@ -333,11 +335,11 @@ class StepTimeEstimate:
         """
         self._take_in()
         longest = 0.0
-        held = 0
+        capacity = 0
         for bucket in self.buckets.mixed:
-            if held >= rows:
+            if capacity >= rows:
                 break
-            held = bucket.tokens
+            capacity = bucket.tokens
             if bucket in self._seen:
                 shortest = min(self._seen[bucket])[0]
                 longest = max(longest, self._with_rows(shortest, bucket, rows))

@@ -205,12 +205,12 @@ class PredictedWait:
         seats: what is to be generated ahead, spread over the working seats, less the half-done
         answers that run on at that time.
         """
-        wanted = ahead + 1 - self._sequences.open_seats
-        if wanted <= 0:
+        n_seats_needed = ahead + 1 - self._sequences.open_seats
+        if n_seats_needed <= 0:
             return 0.0
         endings = self._endings_now()
-        if wanted <= endings.n:
-            return endings.steps_until(wanted)
+        if n_seats_needed <= endings.n:
+            return endings.steps_until(n_seats_needed)
         mean, seats = self._mean_expected(), self._sequences.working_seats
         return max(1.0, (endings.tokens + mean * (ahead - (seats - 1) / 2)) / seats)
 
