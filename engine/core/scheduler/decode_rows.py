@@ -1,4 +1,4 @@
-"""Which decoding sequences get a row in a step."""
+"""Decode rows: selects the decoding sequences that get a row in a step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DecodeRows:
         self._step_times = step_times
 
     def plan(self, draft: Draft, now: float, *, alone: bool = False) -> None:
-        """One row for each sequence that decodes, unless its last token is already in flight; some
-        may lose their seat to a lack of pages. alone: one sequence decodes, also of the background:
-        those that wait cannot have the step.
+        """Add a row for each decoding sequence, except those whose last token is in flight. Some
+        may be preempted for lack of pages. alone: only one sequence is computed, so background rows
+        need not give way to waiting requests.
         """
         rows, needy = self._advancing(self._seats.count if alone else self._background_rows())
         if needy:
@@ -33,8 +33,9 @@ class DecodeRows:
             draft.add_decode_rows(rows)
 
     def _advancing(self, room: int) -> tuple[list[Sequence], list[Sequence]]:
-        """(the sequences that advance in this step, long contexts first; those of them whose pages
-        are full). Those whose last token is in flight leave. room: for sequences of the background.
+        """(sequences that advance in this step, long contexts first; those of them that need a
+        page). Sequences whose last token is in flight leave their seats. room: the most background
+        sequences.
         """
         rows: list[Sequence] = []
         needy: list[Sequence] = []
@@ -54,7 +55,7 @@ class DecodeRows:
                 self._seats.reorder()
                 continue
             rows.append(seq)
-            # Its pages may be full: those of the prompt, and one for as many tokens since.
+            # The next row, with drafts, may not fit the sequence's pages.
             if start + seq.drafting + seq.lookahead >= len(seq.pages) * page_size:
                 needy.append(seq)
         for seq in done:
@@ -64,7 +65,7 @@ class DecodeRows:
     def _feed(
         self, rows: list[Sequence], needy: list[Sequence], draft: Draft, now: float
     ) -> list[Sequence]:
-        """One more page for each needy sequence. -> the sequences that still have a seat."""
+        """Give each needy sequence one more page. -> the sequences that still have a seat."""
         if self._pages.has_window:
             draft.dropped += [seq for seq in needy if self._pages.drop_behind(seq)]
         preempted = self._preemption.for_pages(needy, now)
@@ -76,8 +77,8 @@ class DecodeRows:
         return rows
 
     def _background_rows(self) -> int:
-        """The most background sequences that decode in this step: none while a live prompt wants
-        the step's rows, and beside live streams as many as do not slow them down.
+        """The most background sequences that decode in this step: none while a live prompt needs
+        rows, and beside live sequences only as many as do not slow these down.
         """
         seats = self._seats
         if not seats.n_background or self._sequences.live.queue.waiting or seats.live_prompts:
@@ -87,5 +88,5 @@ class DecodeRows:
 
 
 def _seated(sequences: list[Sequence]) -> list[Sequence]:
-    """Those of them that have a seat."""
+    """The sequences that have a seat."""
     return [seq for seq in sequences if seq.seated]

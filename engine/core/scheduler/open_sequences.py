@@ -1,5 +1,5 @@
-"""Every open sequence and its one place: in a seat, in a queue, held for its leader's prompt, or
-leaving.
+"""All open sequences. Each is in exactly one place: in a seat, in a queue, held until its leader's
+prompt is computed, or leaving.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jitney.engine.core.scheduler.request_table import RequestTable, Siblings
 from jitney.engine.core.scheduler.seats import Seats
 from jitney.engine.core.scheduler.sequence import Sequence
 
-#: What an output says when a sequence ends for this reason and no better error is known.
+#: Default errors by finish reason, for sequences that end without a more specific error.
 _ERRORS = {
     "deadline": ErrorInfo("deadline_exceeded", "the request's deadline passed before it was done"),
     "error": ErrorInfo("internal_error", "the request was ended by an internal error"),
@@ -28,7 +28,7 @@ _by_rank = attrgetter("rank")
 
 
 class OpenSequences:
-    """Moves sequences between their places; each gets exactly one terminal output, at its end."""
+    """Moves sequences between places. Each gets exactly one terminal output, at its end."""
 
     def __init__(self, seats: Seats, pages: PageTables, make_queue: Callable[[], WaitingQueue]):
         self.seats = seats
@@ -37,32 +37,33 @@ class OpenSequences:
         #: Requests with a waiting client, and those in the background.
         self.live = RequestClass(make_queue())
         self.background = RequestClass(make_queue())
-        #: What is known about the lengths of answers.
+        #: Estimate of answer lengths.
         self.lengths = LengthEstimate()
-        #: Their last token is in flight and they need no further row: they have no seat.
+        #: Sequences without a seat whose last token is in flight and that need no further row.
         self.leaving: set[Sequence] = set()
-        #: The live sequences that lost their seat and wait, in that order.
+        #: Waiting live sequences that lost their seat, in that order.
         self.stalled: dict[Sequence, None] = {}
-        #: Those that lost their seat other than for a plan, and were not reported yet.
+        #: Sequences that lost their seat outside of a plan and are not reported yet.
         self.unseated: list[Sequence] = []
-        #: The live sequence that was to board last found too few pages; boarding writes it.
+        #: Whether the last live sequence that tried to board found too few pages; `Boarding` sets
+        #: it.
         self.short_of_pages = False
-        #: Outputs not handed out yet.
+        #: Outputs that are not returned yet.
         self.outputs: list[SequenceOutput] = []
-        #: Sequences that ended since the last commit.
+        #: Number of sequences that ended since the last commit.
         self.finished = 0
 
     def class_of(self, seq: Sequence) -> RequestClass:
-        """The requests that a sequence belongs to."""
+        """The request class of a sequence, live or background."""
         return self.background if seq.background else self.live
 
     @property
     def n_waiting(self) -> int:
-        """Sequences that wait for a seat, of both kinds."""
+        """Number of sequences that wait for a seat, live and background."""
         return self.live.n_waiting + self.background.n_waiting
 
     def n_ahead(self, newcomer: Sequence) -> int:
-        """Waiting live sequences that should board before a newcomer, by the queue's order."""
+        """Number of waiting live sequences that board before a newcomer by the queue's order."""
         held: list[Sequence] = []
         if self.live.n_held:
             held = [seq for seq in self.requests.held if not seq.background]
@@ -75,14 +76,14 @@ class OpenSequences:
 
     @property
     def open_seats(self) -> int:
-        """Seats that a newcomer could take, those of the background included; none while pages are
+        """Number of seats that a newcomer could take, including background ones; 0 while pages are
         short.
         """
         return 0 if self.lacks_pages else len(self.seats.free) + self.seats.n_background
 
     @property
     def working_seats(self) -> int:
-        """Seats that are in use while sequences wait."""
+        """Number of seats that are in use while sequences wait."""
         return max(1, self.seats.n_live) if self.lacks_pages else self.seats.count
 
     @property
@@ -91,8 +92,8 @@ class OpenSequences:
         return self.live.backlog.sequences > 0 and not self.open_seats
 
     def add(self, request: EngineRequest, sequences: list[Sequence]) -> None:
-        """Let a request wait. Its sequences wait for the first one's prompt; those of a batch do
-        not, since they board together.
+        """Put a request into its queue. Its other sequences are held until the first one's prompt
+        is computed; in a static batch they are not, since they board together.
         """
         leader, *held = sequences
         waiting = sequences if self.seats.holds else sequences[:1]
@@ -105,12 +106,12 @@ class OpenSequences:
             self._queue(seq)
 
     def _queue(self, seq: Sequence) -> None:
-        """A sequence begins to wait for a seat."""
+        """Put a sequence into its class's queue."""
         seq.wanted_rows = len(seq.tokens) - self.pages.found(seq)
         self.class_of(seq).queue.push(seq)
 
     def seat(self, seq: Sequence, now: float) -> None:
-        """A waiting sequence that has its pages boards."""
+        """Seat a waiting sequence that has its pages."""
         requests = self.class_of(seq)
         requests.queue.board(seq)
         self.stalled.pop(seq, None)
@@ -125,30 +126,30 @@ class OpenSequences:
         self.seats.take(seq)
 
     def release_siblings(self, leader: Sequence) -> None:
-        """The leader's whole prompt is scheduled and published: its siblings may board and share
-        it.
+        """Queue the held siblings of a leader whose whole prompt is scheduled and published, so
+        that they share its pages.
         """
         siblings = self.requests.of(leader)
         if leader is not siblings.leader:
             return
         self.class_of(leader).n_held -= len(siblings.held)
         for seq in siblings.held:
-            # The prompt is scored once: they share the list, which the leader's steps fill.
+            # The prompt is scored once: siblings share the list that the leader's steps fill.
             seq.prompt_logprobs, seq.scored = leader.prompt_logprobs, leader.scored
             seq.keys = leader.keys[: leader.n_prompt // self.pages.pool.page_size]
             self._queue(seq)
         siblings.held = []
 
     def leave_early(self, seq: Sequence) -> None:
-        """Its last token is in flight: the seat and the pages are free for the step being
-        planned.
+        """Free the seat and the pages of a sequence whose last token is in flight, for the step
+        being planned.
         """
         self._unseat(seq)
         self.leaving.add(seq)
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """Back to the front of the queue; its tokens stay, a token in flight still counts, its KV
-        is recomputed.
+        """Move a seated sequence to the front of its queue. It keeps its tokens, a token in flight
+        still counts, and its KV is recomputed.
         """
         self._unseat(seq, ended=False)
         self._wait_again(seq, now)
@@ -168,19 +169,19 @@ class OpenSequences:
         self.seats.leave(seq)
 
     def start_over(self, seq: Sequence, now: float) -> None:
-        """An open sequence gives up its seat, if it has one, to compute again what it has."""
+        """Have an open sequence wait and recompute its KV; a seated one loses its seat."""
         if seq.seated:
             self.preempt(seq, now)
         elif seq in self.leaving:
             self.leaving.remove(seq)
             self._wait_again(seq, now)
         else:
-            return  # it waits
+            return  # it waits already
         self.unseated.append(seq)
 
     def start_all_over(self, now: float) -> None:
-        """The device has lost everything, launched steps included: all sequences wait again, with
-        the tokens that are known.
+        """Have all sequences wait again with the tokens that are known, after the device has lost
+        its state and all launched steps.
         """
         for seq in sorted([*self.seats.taken, *self.leaving], key=_by_rank):
             self.start_over(seq, now)
@@ -201,7 +202,7 @@ class OpenSequences:
         )
 
     def close(self, seq: Sequence, reason: FinishReason) -> None:
-        """Free all that an open sequence has, at once; the caller emits its one terminal output."""
+        """Free everything that an open sequence holds; the caller emits its terminal output."""
         siblings = self.requests.of(seq)
         seq.finish = reason
         self.lengths.observe(seq.kind, seq.counted, seq.n_output, by_itself=reason == "stop")
@@ -212,7 +213,7 @@ class OpenSequences:
         if not siblings.open:
             self.requests.remove(siblings)
             requests.leave(siblings.request, boarded=siblings.boarded)
-        elif seq is siblings.leader and siblings.held:  # another one computes the prompt
+        elif seq is siblings.leader and siblings.held:  # a sibling computes the prompt instead
             siblings.leader = siblings.held.pop(0)
             requests.n_held -= 1
             self._queue(siblings.leader)

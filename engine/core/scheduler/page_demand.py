@@ -1,9 +1,9 @@
-"""Whether the pages would last to the end of all seated sequences if more board.
+"""Page demand: predicts whether the pages last to the end of all seated sequences if more board.
 
-Method: that of Past-Future scheduling (Gong et al., ASPLOS 2025, arXiv 2507.10150): board what the
-pool can hold to the end, not what it can hold now. There lengths are drawn at random; here the
-demand at each time to come is a sum of independent chances, of which mean and variance are known,
-so that the same state always gives the same answer.
+The method is that of Past-Future scheduling (Gong et al., ASPLOS 2025, arXiv 2507.10150): board the
+sequences that the pool can hold to their end, not those that it can hold now. The paper draws
+lengths at random; here the demand at each future time is a sum of independent random variables with
+known mean and variance, so that the same state always gives the same answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
-#: Standard deviations of the demand that are kept free beside its mean.
+#: Pages kept free above the mean demand, in standard deviations of the demand.
 _MARGIN = 1.2
-#: Times looked at, in steps from now: so many spread evenly in their logarithm, and so many at
-#: which a sequence must end.
+#: Number of future times to check: this many spread evenly on a log scale, and this many at which a
+#: sequence must end.
 _TIMES, _ENDS = 16, 32
 
 
@@ -31,16 +31,17 @@ class PageDemand:
         self._pages = sequences.pages
         self._lengths = sequences.lengths
         self._step_times = step_times
-        # The sequence that was refused last, after how many departures.
+        # The sequence that was refused last, and the number of departures then.
         self._refused: tuple[Sequence | None, int] = (None, 0)
 
     def lasts(self, seq: Sequence, fresh: int) -> bool:
-        """Whether the pool should last to the end of all seated sequences if one that needs so many
-        fresh pages boards, too.
+        """Whether the pool should last to the end of all seated sequences if `seq` boards too.
+        fresh: number of new pages that it needs.
 
-        Certainly if it lasts though all get as long as they may, or if no other is seated. Where it
-        takes several to fill a larger bucket, only if it lasts for all of these. A sequence that
-        was refused is judged again only after a departure: those seated only come to need more.
+        This is certain if the pool lasts with all at their full lengths, or if no other sequence is
+        seated. If several sequences must join to fill a larger bucket, the pool must last for all
+        of them. A refused sequence is judged again only after a departure, because until then the
+        seated ones only need more.
         """
         seats, most_held = self._sequences.seats, self._pages.most_held
         n_seated, most = seats.n_live, most_held[False]
@@ -58,8 +59,8 @@ class PageDemand:
         return False
 
     def _last_for(self, seq: Sequence, fresh: int, count: int) -> bool:
-        """Whether so many have seats, and the pool should last beside those seated: the sequence,
-        and those behind it. The background gives way to a live one.
+        """Whether there are seats for `count` sequences, `seq` and those behind it in the queue,
+        and the pool should last if they board. Background sequences give way to a live one.
         """
         seats = self._sequences.seats
         queue = self._sequences.class_of(seq).queue
@@ -81,11 +82,10 @@ class PageDemand:
         newcomers: Iterable[tuple[Sequence, int]],
         yielding: Iterable[Sequence] = (),
     ) -> bool:
-        """Whether the pool should last if the newcomers board. newcomers: each with the pages that
-        it needs now. yielding: seated, too, and gives way to all of these.
+        """Whether the pool should last if the newcomers board. newcomers: each with the number of
+        pages that it needs now. yielding: seated sequences that give way to all others.
 
-        Costs O(seated); to be asked only where the pages would not last if all got as long as they
-        may.
+        Costs O(seated); call it only if the pages would not last with all at their full lengths.
         """
         own = 0
         figures: list[list[float]] = []
@@ -104,8 +104,8 @@ class PageDemand:
         return bool((mean + _MARGIN * np.sqrt(variance) <= room).all())
 
     def _row(self, seq: Sequence, held: int) -> list[float]:
-        """[positions, pages of its own, positions still to come at most, pages of others, mean
-        tokens of its answer] once its known tokens are computed.
+        """[positions, own pages, most further positions, pages shared with others, expected tokens
+        of its answer] of a sequence once its known tokens are computed.
         """
         seq.counted = self._lengths.progress(seq.kind, seq.counted, seq.n_output)
         positions = max(seq.scheduled, len(seq.tokens))
@@ -121,8 +121,8 @@ class PageDemand:
         ]
 
     def _ahead(self, rows: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(probability that it still runs, pages of its own then) of each row at each time, both
-        f8 [rows, times].
+        """(probability that the sequence still runs, its own pages then) for each row and time,
+        both float64 [rows, times].
         """
         positions, held, left, shared, mean = (rows[:, column : column + 1] for column in range(5))
         alive = np.where(times <= left, np.exp(-times / mean), 0.0)
@@ -131,15 +131,15 @@ class PageDemand:
 
 
 def _own_pages(seq: Sequence) -> int:
-    """Pages that a seated sequence shares with no other."""
+    """Number of pages that a seated sequence shares with no other."""
     return len(seq.pages) - max(seq.shared, seq.dropped)
 
 
 def _times_ahead(left: np.ndarray) -> np.ndarray:
-    """Steps from now at which to look, ascending: now, then sparser and sparser, and when a
-    sequence is at its limit.
+    """The future times to check, in steps from now, ascending: now, then at growing distances, and
+    when a sequence reaches its limit.
 
-    left: f8 [sequences]: steps until each one's limit.
+    left: float64 [sequences], steps until each one's limit.
     """
     longest = max(1.0, float(left.max()))
     ends = np.sort(left)

@@ -1,4 +1,4 @@
-"""Names of full pages, by which prompts that start alike find them."""
+"""Keys of full pages, by which prompts with the same start find them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _KEY_BYTES = 16
 
 
 def root_of(request: EngineRequest, *, retain: bool) -> bytes:
-    """The key before the first page: only sequences with equal parts can share pages. Keys and
-    values of one adapter are not those of another. retain: without a prefix cache only the siblings
-    of one request share.
+    """The key before the first page. Only sequences with the same tenant, salt and adapter can
+    share pages, since an adapter changes keys and values. retain: there is a prefix cache; without
+    one only siblings of one request share.
     """
     request_id = "" if retain else request.id
     parts = request.tenant, request.cache_salt, request_id, str(request.adapter)
@@ -22,13 +22,13 @@ def root_of(request: EngineRequest, *, retain: bool) -> bytes:
 
 
 def _framed(part: str) -> bytes:
-    """Its length goes first, so that ("ab", "c") and ("a", "bc") differ."""
+    """Encode a part with its length first, so that ("ab", "c") and ("a", "bc") differ."""
     encoded = part.encode("utf-8", "surrogatepass")
     return len(encoded).to_bytes(8, "little") + encoded
 
 
 def keys_of(seq: Sequence, page_size: int, n_pages: int) -> list[bytes]:
-    """The keys of a sequence's first n_pages pages, which are full."""
+    """The keys of a sequence's first n_pages pages, which must be full."""
     seq.root = seq.root or root_of(seq.request, retain=seq.retains)
     _extend_keys(seq.keys, seq.root, seq.tokens, page_size, n_pages, seq.own_pages)
     return seq.keys[:n_pages]
@@ -44,8 +44,8 @@ def _extend_keys(
 ) -> None:
     """Append to `keys` until it names the first n_pages full pages of `tokens`.
 
-    A page's key is blake2b-128 of its parent's key and its tokens as int32, and of the owner's name
-    where only the owner may find it.
+    A page's key is blake2b-128 of its parent's key and its tokens as int32, followed by the owner's
+    name if only the owner may find it.
     """
     for start in range(len(keys) * page_size, n_pages * page_size, page_size):
         parent = keys[-1] if keys else root

@@ -1,10 +1,9 @@
-"""Log-probabilities of prompt tokens, kept by the names of their pages, so that a prefix is scored
-once.
+"""Log-probabilities of prompt tokens, stored by the keys of their pages, so that a prefix is scored
+only once.
 
-A page's name stands for its tokens and for all before them (`engine.core.scheduler.kv_pages`), and
-so for the log-probability of each of its tokens given those before it. A prompt that starts
-alike takes them from here; it is computed from the last page of which they are known, whose last
-row scores the first token behind it.
+A page's key identifies its tokens and all tokens before them (`engine.core.scheduler.page_keys`),
+and so the log-probability of each of its tokens. A prompt with the same start takes them from here.
+It is computed from the last page with stored scores on, whose last row scores the next token.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import numpy as np
 
 from jitney.engine.common.outputs import TokenLogprobs
 
-#: Bytes kept in all: with 20 alternatives a token takes 164, so 400,000 tokens.
+#: The most bytes stored. With 20 alternatives a token takes 164 bytes, so 400,000 tokens fit.
 _KEPT_BYTES = 64 << 20
 
 
 class _PageScores(NamedTuple):
-    """One page of P tokens with K alternatives each. logprobs is NaN for the first token of a text,
-    which has none.
+    """The scores of one page: P tokens with K alternatives each. logprobs is NaN for the first
+    token of a text, which has no log-probability.
     """
 
     logprobs: np.ndarray  # float32 [P]
@@ -39,9 +38,7 @@ class _PageScores(NamedTuple):
 
 
 class PromptScores:
-    """Scores of pages; the longest unused are forgotten once there are
-    `most_bytes`.
-    """
+    """An LRU store of page scores, with at most `most_bytes` bytes."""
 
     def __init__(self, page_size: int, most_bytes: int = _KEPT_BYTES):
         self.page_size, self.most_bytes = page_size, most_bytes
@@ -49,8 +46,8 @@ class PromptScores:
         self._pages: OrderedDict[bytes, _PageScores] = OrderedDict()
 
     def find(self, keys: list[bytes], alternatives: int) -> list[TokenLogprobs | None]:
-        """Entries of the prompt's tokens, in order, as far as whole pages are known with so many
-        alternatives.
+        """Entries of the prompt's tokens, in order, up to the first page without stored scores or
+        with fewer than `alternatives` alternatives.
         """
         entries: list[TokenLogprobs | None] = []
         for key in keys:
@@ -62,7 +59,7 @@ class PromptScores:
         return entries
 
     def keep(self, keys: list[bytes], entries: list[TokenLogprobs | None], new: int) -> None:
-        """Keep the pages that the last `new` of a prompt's entries made whole."""
+        """Store the pages that the last `new` of a prompt's entries completed."""
         size = self.page_size
         whole = min(len(entries) // size, len(keys))
         for number in range((len(entries) - new) // size, whole):
@@ -74,7 +71,7 @@ class PromptScores:
         self.kept_bytes = 0
 
     def drop(self, keys: list[bytes]) -> None:
-        """Forget the pages of these names: what was computed with them is not to be trusted."""
+        """Drop the scores of the pages with these keys, because they cannot be trusted."""
         for key in keys:
             self._remove(key)
 
@@ -95,7 +92,7 @@ class PromptScores:
 
 
 def _packed(entries: list[TokenLogprobs | None]) -> _PageScores:
-    """The entries of a page's tokens; None stands for the first token of a text."""
+    """Pack the entries of a page's tokens; None stands for the first token of a text."""
     scored = [entry for entry in entries if entry is not None]
     missing = len(entries) - len(scored)
     width = 0
@@ -111,7 +108,7 @@ def _packed(entries: list[TokenLogprobs | None]) -> _PageScores:
 
 
 def _unpacked(page: _PageScores, alternatives: int) -> list[TokenLogprobs | None]:
-    """One entry per token of a page, with so many alternatives."""
+    """Unpack one entry per token of a page, with `alternatives` alternatives."""
     ids = page.top_ids[:, :alternatives].tolist()
     tops = page.top_logprobs[:, :alternatives].tolist()
     return [

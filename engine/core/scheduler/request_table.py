@@ -18,20 +18,20 @@ class Siblings:
 
     request: EngineRequest
     open: list[Sequence]
-    #: Computes the prompt.
+    #: The sequence that computes the prompt.
     leader: Sequence
-    #: Those that wait for the leader's prompt, whose pages they will share.
+    #: Sequences that wait until the leader's prompt is computed, to share its pages.
     held: list[Sequence]
-    #: One of them has had a seat.
+    #: Whether one of them has had a seat.
     boarded: bool = False
 
 
 class RequestTable:
-    """Finds requests and their sequences."""
+    """Finds open requests and their sequences."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Siblings] = {}
-        # A heap of (when, arrival, siblings), pruned lazily.
+        # A heap of (deadline, number of the request, siblings), pruned lazily.
         self._deadlines: list[tuple[float, int, Siblings]] = []
 
     def __len__(self) -> int:
@@ -48,13 +48,13 @@ class RequestTable:
 
     @property
     def held(self) -> list[Sequence]:
-        """The sequences that wait for a leader's prompt."""
+        """All sequences that wait for their leader's prompt."""
         return [seq for siblings in self for seq in siblings.held]
 
     @property
     def next_deadline(self) -> float:
-        """When the next request's time is up, which may have ended meanwhile; inf: no deadline is
-        known.
+        """Clock seconds of the earliest deadline, whose request may have ended already; inf without
+        deadlines.
         """
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
@@ -64,7 +64,7 @@ class RequestTable:
             raise RequestError(f"request id {request.id!r} is in use", param="request_id")
 
     def add(self, siblings: Siblings) -> None:
-        """A request is admitted."""
+        """Add an admitted request."""
         request = siblings.request
         self._by_id[request.id] = siblings
         if request.deadline is not None:
@@ -81,14 +81,14 @@ class RequestTable:
         return list(siblings.open) if siblings else []
 
     def remove(self, siblings: Siblings) -> None:
-        """All sequences of a request have ended."""
+        """Remove a request whose sequences have all ended."""
         del self._by_id[siblings.request.id]
         if overgrown(self._deadlines, self._by_id):
             self._deadlines = [entry for entry in self._deadlines if entry[2].open]
             heapify(self._deadlines)
 
     def take_expired(self, now: float) -> list[Sequence]:
-        """The open sequences of the requests whose deadlines have come, each told once."""
+        """The open sequences of requests past their deadline, each returned once."""
         expired: list[Sequence] = []
         while self.next_deadline <= now:
             expired += heappop(self._deadlines)[2].open

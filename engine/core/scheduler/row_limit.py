@@ -1,4 +1,4 @@
-"""How many rows a step may have on a device whose memory was too small for one."""
+"""The row limit: reduces the rows of steps for a while after a step did not fit the memory."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Sequence
 
 _log = logging.getLogger("jitney.core")
 
-#: Seconds without a shortage after which the next larger step is tried again: at first, and at
-#: most. Each shortage that follows a trial doubles them, because it costs all sequences a step
+#: Seconds without a shortage after which the next larger step is tried again: the first and the
+#: longest wait. Each shortage after a trial doubles the wait, because it costs all sequences a step
 #: and their pages.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 120.0, 3600.0
 
 
 class RowLimit:
-    """All rows that a bucket has, or fewer for a while."""
+    """The most rows of a step: those of the largest bucket, or fewer for a while."""
 
     def __init__(self, sizes: Sequence[int]):
         """sizes: rows of the buckets that prompts use, ascending."""
-        #: Rows that a step has at most now.
+        #: The most rows of a step now.
         self.rows = sizes[-1]
         self._sizes = sizes
         self._wait_s = _FIRST_WAIT_S
-        #: Clock seconds at which the next larger step is tried; infinite where there is none.
+        #: Clock seconds at which the next larger step is tried; inf if there is none.
         self._grows_at = math.inf
-        #: A larger step has been tried since the last shortage.
+        #: Whether a larger step has been tried since the last shortage.
         self._tried = False
 
     def shrink(self, now: float) -> bool:
-        """A step was too much: no more rows than the next smaller bucket has. False if there is
-        none.
+        """Limit steps to the next smaller bucket's rows, after a step did not fit the memory. False
+        if there is no smaller bucket.
         """
         smaller = [size for size in self._sizes if size < self.rows]
         if not smaller:
@@ -49,7 +49,7 @@ class RowLimit:
         return True
 
     def pass_time(self, now: float) -> None:
-        """Let the next larger steps be tried, if there was no shortage for long enough."""
+        """Allow the next larger step if there was no shortage for long enough."""
         if now < self._grows_at:
             return
         self.rows = min(size for size in self._sizes if size > self.rows)

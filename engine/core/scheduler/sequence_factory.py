@@ -1,4 +1,6 @@
-"""Checks requests and makes their sequences. A request that can never run is refused here."""
+"""The sequence factory checks requests and makes their sequences. It refuses requests that can
+never run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class SequenceFactory:
     request_limits: RequestLimits
     #: Tokens that end a sequence.
     eos_ids: frozenset[int]
-    #: From a request and its expected output tokens to its class in the queue
+    #: Computes the class of a request in the queue from it and its expected output tokens
     #: (`engine.core.scheduler.policies._ORDERS`).
     order_key: Callable[[EngineRequest, int], float]
     lengths: LengthEstimate
@@ -34,7 +36,7 @@ class SequenceFactory:
         return self.request_limits.check(request)
 
     def sequences_of(self, request: EngineRequest, number: int) -> list[Sequence]:
-        """All sequences of a request, the leader first, but for those that ended in an earlier
+        """All sequences of a request, the leader first, without those that ended in an earlier
         core. See `leader`.
         """
         leader = self.leader(request, number)
@@ -44,8 +46,8 @@ class SequenceFactory:
         return _continued(sequences, request.resumed)
 
     def leader(self, request: EngineRequest, number: int) -> Sequence:
-        """The first sequence of a request, or RequestError; nothing is registered yet. number: in
-        order of arrival.
+        """Make the first sequence of a request; raises RequestError if the request can never run.
+        Nothing is registered yet. number: of the request, in order of arrival.
         """
         max_tokens = self.check(request)
         seed = request.sampling.seed
@@ -96,10 +98,10 @@ class SequenceFactory:
 
 
 def _continued(sequences: list[Sequence], outputs: list[list[int] | None]) -> list[Sequence]:
-    """The sequences that had not ended in an earlier core, with the tokens that they have.
+    """The sequences that had not ended in an earlier core, with their output tokens so far.
 
-    Those that have none come first: the first of all computes the prompt for the others, and
-    its log-probabilities, which those with tokens have sent already.
+    Sequences without output come first: the first one computes the prompt for the others, and its
+    log-probabilities, which sequences with output have sent already.
     """
     fresh: list[Sequence] = []
     begun: list[Sequence] = []
@@ -118,7 +120,7 @@ def _continued(sequences: list[Sequence], outputs: list[list[int] | None]) -> li
 def _sibling_seed(seed: int, index: int) -> int:
     """int64 seed of the index-th sequence of a request; the first keeps the request's own.
 
-    Hashed, so that the second sequence of seed 1 is not the first of seed 2.
+    The seed is hashed, so that the second sequence of seed 1 is not the first of seed 2.
     """
     if index == 0:
         return seed
