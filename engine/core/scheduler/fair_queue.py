@@ -1,15 +1,15 @@
-"""Fair shares for tenants: the one served least goes first, so that no tenant's load is another's
-wait.
+"""Fair shares for tenants: the tenant that was served least boards first, so that one tenant's load
+does not make another tenant wait.
 
-Method: virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024,
-arXiv 2401.00588). Each tenant has a counter of the tokens computed for it: prompt tokens at
-boarding (those found in pages cost nothing), output tokens as they come, one each. The waiting
-tenant with the least counter boards next. A tenant that comes back after a time without waiting
-requests is lifted to the least of those that wait, so none saves up.
+The method is virtual token counters (Sheng et al., Fairness in Serving Large Language Models, OSDI
+2024, arXiv 2401.00588). Each tenant has a counter of the tokens computed for it: prompt tokens are
+counted at boarding (those found in pages are free), output tokens one by one. The waiting tenant
+with the least counter boards next. The counter of a tenant that returns after a time without
+waiting requests is raised to the least one of the waiting tenants, so no tenant saves up.
 
-The counters decide which tenant boards, not which leaves: beside one whose long answers fill all
-seats, another would wait for one of them to end. So a tenant with less than its share of the seats
-may take one of a tenant with more (`claimant`, `crowding`; `Preemption` chooses the sequence).
+The counters decide which tenant boards, not which one leaves: if one tenant's long answers fill all
+seats, another would wait until one of them ends. So a tenant with less than its share of the seats
+may take a seat of a tenant with more (`claimant`, `crowding`; `Preemption` chooses the sequence).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from heapq import heappop, heappush, heapreplace
 from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.sequence import Sequence
 
-#: Every so many boardings the sequence that has waited longest goes first: new tenants, each served
-#: nothing yet, would otherwise go before an old one for ever.
+#: Once in this many boardings the sequence that has waited longest goes first: otherwise new
+#: tenants, not served yet, could go before an old one for ever.
 _EVERY = 16
-#: Accounts that are kept at least.
+#: Fewest accounts that are stored.
 _FEWEST_KEPT = 64
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """One tenant. counter: tokens computed for it, lifted when it comes back. queue: its sequences
-    that wait.
+    """One tenant. counter: tokens computed for it, raised when it returns. queue: its waiting
+    sequences.
 
-    listed: it has its entry in the heap of tenants. seated: its sequences that have a seat.
+    listed: whether it has an entry in the heap of tenants. seated: number of its seated sequences.
     """
 
     counter: int
@@ -43,37 +43,38 @@ class _Account:
     queue: WaitingQueue = field(default_factory=WaitingQueue)
 
     def may_claim(self, share: float) -> bool:
-        """Its next sequence still belongs to so large a share of the seats."""
+        """Whether it has a waiting sequence whose seat would be within `share` seats."""
         return bool(self.queue.waiting) and self.seated + 1 <= share
 
     def must_stay(self, floor: int) -> bool:
-        """It would lose something by being forgotten. floor: what newcomers are lifted to."""
+        """Whether it must not be forgotten. floor: initial counter of new tenants."""
         return bool(self.queue.waiting) or self.seated > 0 or self.counter > floor
 
 
-#: Counter, arrival of the sequence that waits longest, a number that no other entry has, account.
+#: (counter, request number of the longest-waiting sequence, unique number, account).
 type _Entry = tuple[int, int, int, _Account]
 
 
 @dataclass(eq=False)
 class FairQueue(WaitingQueue):
-    """The waiting sequences of all tenants; within a tenant by arrival. All is O(log n) amortised.
+    """The waiting sequences of all tenants, by arrival within a tenant. All operations are O(log n)
+    amortised.
 
-    The base class is the queue of all by arrival, for the one boarding in _EVERY that goes by that.
+    The base class holds all sequences by arrival, for the one boarding in _EVERY by arrival.
     """
 
-    #: By tenant or user.
+    #: Accounts by tenant or user.
     _accounts: dict[str, _Account] = field(default_factory=dict[str, _Account])
-    #: A heap; its counters may be out of date, never too high.
+    #: Heap of accounts by counter; an entry's counter may be out of date, but never too high.
     _least: list[_Entry] = field(default_factory=list[_Entry])
-    #: The account whose queue was the last one to become empty.
+    #: The account whose queue became empty last.
     _last: _Account | None = None
     _boardings: int = 0
-    #: Accounts kept before those that are needed no more are forgotten.
+    #: Number of accounts above which those that are not needed are forgotten.
     _room: int = _FEWEST_KEPT
 
     def push(self, seq: Sequence) -> None:
-        """Enter the queue of its tenant."""
+        """Add a sequence to the queue of its tenant."""
         super().push(seq)
         account = self._account(seq)
         if not account.queue.waiting:
@@ -84,8 +85,8 @@ class FairQueue(WaitingQueue):
             heappush(self._least, self._entry(account))
 
     def head(self) -> Sequence | None:
-        """The sequence that boards next: one that lost its seat, else the first of the tenant
-        served least, and once in _EVERY boardings the one that has waited longest.
+        """The sequence that boards next: a preempted one, else the first of the tenant served
+        least. Once in _EVERY boardings it is the one that has waited longest.
         """
         longest = super().head()
         by_arrival = self._boardings % _EVERY == _EVERY - 1
@@ -94,42 +95,44 @@ class FairQueue(WaitingQueue):
         return _head_of(self._first())
 
     def shortest(self, most: int) -> Sequence | None:
-        """The shortest of the tenant served least, or of all if that tenant has none so short."""
+        """The shortest sequence of the tenant served least, or of all tenants if that one has none
+        with at most `most` rows.
+        """
         first = self._first()
         own = first.queue.shortest(most) if first else None
         return own or super().shortest(most)
 
     def claimant(self, seats: int) -> Sequence | None:
-        """The first of a tenant whose next sequence still belongs to its share of the seats; of
-        several such tenants that of the one served least.
+        """The first sequence of a tenant that has less than its share of the seats; of several such
+        tenants, of the one served least.
         """
         share = self._share(seats)
         small = (account for account in self._accounts.values() if account.may_claim(share))
         return _head_of(min(small, key=_counter, default=None))
 
     def crowding(self, seats: int) -> set[str]:
-        """Tenants that sit in more than their share of the seats."""
+        """Tenants with more than their share of the seats."""
         share = self._share(seats)
         return {name for name, account in self._accounts.items() if account.seated > share}
 
     def gives_way(self, seats: int) -> bool:
-        """Whether one more tenant, which comes now, would find one with more than its share."""
+        """Whether for a new tenant that arrives now another would have more than its share."""
         share = self._share(seats, newcomers=1)
         most = max([account.seated for account in self._accounts.values()], default=0)
         return most > share >= 1
 
     def _share(self, seats: int, newcomers: int = 0) -> float:
-        """Seats for each tenant with open sequences."""
+        """Seats per tenant with open sequences. newcomers: further tenants to count."""
         accounts = self._accounts.values()
         present = sum(1 for account in accounts if account.seated or account.queue.waiting)
         return seats / max(1, present + newcomers)
 
     def gave_seat_back(self, seq: Sequence) -> None:
-        """A seat of its tenant is free again."""
+        """Count a seat of the sequence's tenant as free."""
         self._account(seq).seated -= 1
 
     def remove(self, seq: Sequence) -> None:
-        """Leave both queues."""
+        """Remove a sequence from both queues."""
         super().remove(seq)
         account = self._account(seq)
         account.queue.remove(seq)
@@ -137,7 +140,7 @@ class FairQueue(WaitingQueue):
             self._last = account
 
     def board(self, seq: Sequence) -> None:
-        """A sequence takes a seat; its tenant pays for the prompt tokens to be computed, once."""
+        """Seat a sequence; its tenant pays once for the prompt tokens that must be computed."""
         self._boardings += 1
         if not seq.preemptions:
             self.charge(seq, seq.n_fresh)
@@ -145,12 +148,12 @@ class FairQueue(WaitingQueue):
         self.remove(seq)
 
     def charge(self, seq: Sequence, tokens: int) -> None:
-        """So many tokens were computed for a sequence."""
+        """Add computed tokens to the counter of the sequence's tenant."""
         self._account(seq).counter += tokens
 
     def ahead(self, seq: Sequence, held: Collection[Sequence] = ()) -> int:
-        """About as many as wait of the newcomer's own tenant, of every tenant that has so many and
-        one more.
+        """Estimate the sequences before a newcomer: all n waiting ones of its own tenant, and up to
+        n + 1 of every other tenant.
         """
         waiting = Counter(other.request.account for other in held)
         for name, account in self._accounts.items():
@@ -159,7 +162,7 @@ class FairQueue(WaitingQueue):
         return own + sum(min(count, own + 1) for count in waiting.values())
 
     def counters(self) -> dict[str, int]:
-        """Tokens by tenant, as far as they are remembered."""
+        """Counters by tenant, without forgotten tenants."""
         return {tenant: account.counter for tenant, account in self._accounts.items()}
 
     def _account(self, seq: Sequence) -> _Account:
@@ -173,8 +176,8 @@ class FairQueue(WaitingQueue):
         return account
 
     def _forget(self) -> None:
-        """Let go of tenants that would be lifted anyway when they come back: names may be as many
-        as requests.
+        """Forget tenants whose counter would be raised anyway when they return, because there may
+        be as many names as requests.
         """
         floor = self._floor()
         self._accounts = {
@@ -185,15 +188,15 @@ class FairQueue(WaitingQueue):
         self._room = 2 * len(self._accounts) + _FEWEST_KEPT
 
     def _entry(self, account: _Account) -> _Entry:
-        """Equal counters: the longest wait first. The third number only keeps accounts from being
-        compared.
+        """The heap entry of an account: with equal counters the longest wait comes first. The third
+        number only prevents comparing accounts.
         """
         head = account.queue.head()
         return account.counter, head.rank[1] if head else 0, next(self._entries), account
 
     def _first(self) -> _Account | None:
-        """The waiting tenant with the least counter; counters only grow, so what is out of date
-        sinks.
+        """The waiting tenant with the least counter. Counters only grow, so outdated entries move
+        down the heap when they are updated.
         """
         heap = self._least
         while heap:
@@ -208,15 +211,15 @@ class FairQueue(WaitingQueue):
         return None
 
     def _floor(self) -> int:
-        """The least counter of tenants that wait, or the one of the last that did; it never
-        sinks.
+        """The least counter of the waiting tenants, or else of the last tenant that waited; it
+        never falls.
         """
         account = self._first() or self._last
         return account.counter if account else 0
 
 
 def _head_of(account: _Account | None) -> Sequence | None:
-    """The sequence of one tenant that boards next."""
+    """The sequence of a tenant that boards next."""
     return account.queue.head() if account else None
 
 

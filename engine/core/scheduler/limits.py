@@ -12,19 +12,19 @@ from jitney.engine.config import AUTO, EngineSection, Share
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of the scheduler; the defaults are the plainest engine, without any of the
-    optional limits.
+    """Limits of the scheduler. The defaults describe the plainest engine, without optional limits.
 
-    context_length: tokens of one sequence, prompt included. policy, order: names in
-    `engine.core.scheduler.policies`. batch_size (0: as many as there are seats): of the policies
-    that batch; max_wait_ms: of dynamic; static_timeout_ms: of static, 0 for none. prefill_share: of
-    the token budget, for prompt rows while others decode, or AUTO. target_itl_ms,
-    max_predicted_wait_s: 0 for none. background_seats: of the background, while live
-    requests come; 0: a quarter of all. max_logprobs: alternatives that are computed for each token.
-    embedding_pooling: what vectors of prompts are made of (off, or a `Pooling`). adapters: numbers
-    of those that a request may choose from. max_drafts: drafts that a sequence checks in a step; 0:
-    none are made. late_drafts: the host knows which when a step that checks them is launched, not
-    with the step before. encoder: prompts are computed whole, in one step each, and keep no pages.
+    context_length: the most tokens of one sequence, prompt included. policy, order: names in
+    `engine.core.scheduler.policies`. batch_size: sequences of a batch, for policies that batch; 0:
+    the number of seats. max_wait_ms: for the policy dynamic. static_timeout_ms: for the policy
+    static; 0: none. prefill_share: share of the token budget for prompt rows while sequences
+    decode, or AUTO. target_itl_ms, max_predicted_wait_s: 0: none. background_seats: seats for
+    background requests while live requests arrive; 0: a quarter of all. max_logprobs: alternatives
+    computed for each token. embedding_pooling: how prompts' vectors are made ("off" or a
+    `Pooling`). adapters: numbers of the adapters that requests may use. max_drafts: the most drafts
+    that a sequence checks in a step; 0: no drafts. late_drafts: the host learns drafts only when
+    the step that checks them is launched, not with the step before. encoder: each prompt is
+    computed in one step, and keeps no pages.
     """
 
     max_seats: int
@@ -73,17 +73,19 @@ class SchedulerLimits:
 
     @property
     def batch(self) -> int:
-        """Sequences of a batch, of the policies that batch."""
+        """Number of sequences of a batch, for policies that batch."""
         return self.batch_size or self.max_seats
 
     @property
     def max_wait_s(self) -> float:
-        """Seconds that the oldest waits at most, of dynamic."""
+        """The longest wait of the oldest request in seconds, for the policy dynamic."""
         return self.max_wait_ms / 1000
 
     @property
     def static_timeout_s(self) -> float:
-        """Seconds without an arrival after which a smaller batch boards, of static; inf: never."""
+        """Seconds without an arrival after which a smaller batch boards, for the policy static;
+        inf: never.
+        """
         return self.static_timeout_ms / 1000 if self.static_timeout_ms else math.inf
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class SchedulerLimits:
                 raise ConfigError(f"{name} must be at least 0")
 
 
-#: What the configuration sets, under the same names.
+#: Names of the fields that the configuration sets under the same names.
 _SETTINGS = {field.name for field in fields(SchedulerLimits)} - {
     "context_length",
     "adapters",

@@ -1,4 +1,4 @@
-"""Commit of a finished step: tokens appended, ends detected, rows counted."""
+"""Commits finished steps: appends tokens, detects ends, counts rows."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _NAN = ErrorInfo("nan_logits", "the model's logits were not finite for this requ
 
 
 class Results:
-    """Gives the results of steps to the sequences that they were planned for."""
+    """Applies the results of steps to the sequences that they were planned for."""
 
     def __init__(self, sequences: OpenSequences):
         self._sequences = sequences
         self._pages = sequences.pages
-        # The order keeps count of tokens; else each of them would be a call for nothing.
+        # Whether the queue counts tokens; if not, the call for each token is skipped.
         self._charges = type(sequences.live.queue).charge is not WaitingQueue.charge
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> None:
-        """Give each chunk its logit rows, and count in the plan what became of its rows; an
-        exception over one sequence ends that sequence alone.
+        """Apply the result of each chunk, and count in the plan what became of its rows. An
+        exception for one sequence ends only that sequence.
         """
         self._commit_decode(plan, result, now)
         row, scored = plan.n_decode, 0
@@ -43,7 +43,7 @@ class Results:
             scored += chunk.scored
 
     def _commit_decode(self, plan: Plan, result: StepResult, now: float) -> None:
-        """The decode rows, of one logit row each."""
+        """Apply the decode rows, each of which has one logit row."""
         fresh = 0
         for row, chunk in enumerate(plan.chunks[: plan.n_decode]):
             seq = chunk.seq
@@ -67,8 +67,8 @@ class Results:
         plan.decode += fresh - plan.accepted
 
     def _accept(self, plan: Plan, chunk: Chunk, token: int) -> bool:
-        """Take in a row that read a draft -> whether its token counts. Not if the sequence has lost
-        its seat meanwhile: the token is sampled again later, and is the same.
+        """Process a row that read a draft. -> whether its token counts. It does not if the sequence
+        has lost its seat meanwhile: the same token is then sampled again later.
         """
         seq = chunk.seq
         seq.drafting -= 1
@@ -76,7 +76,7 @@ class Results:
         counts = token != REJECTED and not chunk.sits_out
         if not counts or (is_open and seq not in self._sequences.seats.decoding):
             plan.rejected += 1
-            # The outputs of its rows before this one are the newest.
+            # The output of the row before it, if any, is the newest one.
             newest = self._sequences.outputs[-1:]
             if newest and (newest[0].request_id, newest[0].index) == seq.key:
                 newest[0].rejected += 1
@@ -97,8 +97,8 @@ class Results:
         entries: list[TokenLogprobs],
         now: float,
     ) -> None:
-        """Give the plan's prompt chunk of this number its logit row, if it has one, and `entries`,
-        the log-probabilities of its scored rows, which are its siblings' too.
+        """Apply the result of the plan's chunk `number`. row: index of its logit row, if it has
+        one. entries: log-probabilities of its scored rows, which its siblings share.
         """
         chunk = plan.chunks[number]
         seq = chunk.seq
@@ -124,7 +124,7 @@ class Results:
             self._drop(seq)
 
     def _drop(self, seq: Sequence) -> None:
-        """Taking in a sequence's result failed: end it."""
+        """End a sequence whose result raised an exception."""
         _log.exception(
             "request %s, sequence %d: its result could not be taken in", seq.request.id, seq.index
         )
@@ -133,9 +133,7 @@ class Results:
 
     @staticmethod
     def _count_dropped(plan: Plan, chunk: Chunk) -> None:
-        """Rows of a sequence that ended after they were launched: by itself, or ended from
-        outside.
-        """
+        """Count the rows of a sequence that ended after their launch, by itself or from outside."""
         if chunk.seq.finish in ("stop", "length"):
             plan.past_end += chunk.count
         else:
@@ -143,8 +141,8 @@ class Results:
 
     @staticmethod
     def _count_rows(plan: Plan, chunk: Chunk) -> None:
-        """Rows by kind; a row of a prompt chunk that feeds back an output token for the first time
-        is a decode row.
+        """Count rows by kind. A prompt chunk's row that reads an output token for the first time
+        counts as a decode row.
         """
         fresh = chunk.start + chunk.recomputed
         prefill = max(0, min(chunk.end, chunk.seq.n_prompt) - fresh)
@@ -153,9 +151,7 @@ class Results:
         plan.decode += chunk.count - chunk.recomputed - prefill
 
     def _score(self, seq: Sequence, chunk: Chunk, entries: list[TokenLogprobs]) -> None:
-        """Keep the log-probabilities of the prompt tokens that follow the chunk's scored
-        positions.
-        """
+        """Store the log-probabilities of the prompt tokens after the chunk's scored positions."""
         if len(entries) != chunk.scored:
             raise ValueError("the step brought no log-probabilities of the prompt")
         most = seq.request.sampling.prompt_logprobs
@@ -163,7 +159,7 @@ class Results:
         self._pages.keep_scores(seq, chunk.scored)
 
     def _append(self, chunk: Chunk, result: StepResult, row: int, now: float) -> None:
-        """One new token: append it, see whether it ends the sequence, emit both."""
+        """Append a new token, end the sequence if the token ends it, and emit the output."""
         seq, token = chunk.seq, result.tokens[row]
         seq.in_flight -= 1
         if token < 0:
@@ -192,14 +188,14 @@ class Results:
             self._match(seq, seq.matcher, output)
 
     def _pool(self, chunk: Chunk, result: StepResult, number: int, now: float) -> None:
-        """Add what the plan's chunk of this number brought to the vector of its prompt, which
+        """Add the hidden states of the plan's chunk `number` to its prompt's vector. The sequence
         ends with the prompt.
         """
         if result.pooled is None:
             raise ValueError("the step brought no hidden states")
         seq = chunk.seq
         pooled = result.pooled[number].astype(np.float64)
-        # After a preemption a prompt is computed from its first row on.
+        # After a preemption a prompt is computed again from its first row on.
         if seq.pooled is not None and chunk.start and seq.request.pooling == "mean":
             pooled += seq.pooled
         seq.pooled = pooled
@@ -217,7 +213,7 @@ class Results:
         self._sequences.outputs.append(output)
 
     def _match(self, seq: Sequence, matcher: Matcher, output: SequenceOutput) -> None:
-        """Go on in the sequence's grammar, to whose end it may have come with this output."""
+        """Advance the sequence's grammar, and end the sequence if the text is complete."""
         matcher.take(seq.tokens, seq.n_prompt, last=seq.finish is not None)
         if matcher.complete:
             if seq.finish is None:
@@ -226,7 +222,7 @@ class Results:
 
     @staticmethod
     def _first_token(seq: Sequence, output: SequenceOutput, now: float) -> None:
-        """Fill in what only the first token's output has."""
+        """Fill in the fields that only the first token's output has."""
         seq.first_token_at = now
         output.cached_tokens = seq.cached_tokens
         if seq.boarded_at is not None:
@@ -238,14 +234,14 @@ class Results:
             output.prompt_logprobs = PromptLogprobs.of(seq.prompt_logprobs)
 
     def _fail(self, seq: Sequence) -> None:
-        """A row was not finite: end the sequence if it still runs, and withdraw its pages."""
+        """Withdraw the pages of a sequence with a non-finite row, and end it if it is open."""
         self._pages.withdraw(seq)
         if seq.finish is None:
             self._sequences.end(seq, "error", _NAN)
 
     def _fail_prompt(self, seq: Sequence, chunk: Chunk) -> None:
-        """`_fail`; where a row of the prompt was not finite, its siblings have the same prompt and
-        end with it.
+        """Fail a sequence after a non-finite row; if the row is of the prompt, its siblings share
+        that prompt and fail too.
         """
         self._fail(seq)
         if chunk.start < seq.n_prompt:
@@ -254,8 +250,8 @@ class Results:
 
 
 def _end_of(seq: Sequence, token: int) -> FinishReason | None:
-    """Whether a token just appended ends the sequence; min_tokens also bans the ends on the
-    device.
+    """The finish reason if the token just appended ends the sequence, else None. The device also
+    bans end tokens before min_tokens.
     """
     if token in seq.stop_ids and seq.n_output >= seq.request.sampling.min_tokens:
         return "stop"
@@ -263,7 +259,7 @@ def _end_of(seq: Sequence, token: int) -> FinishReason | None:
 
 
 def _of_length_one(vector: np.ndarray) -> np.ndarray:
-    """float64 [E] -> float32 [E] of the same direction."""
+    """Normalise to length one: float64 [E] -> float32 [E]."""
     length = np.linalg.norm(vector)
     if length:
         vector = vector / length
@@ -271,16 +267,14 @@ def _of_length_one(vector: np.ndarray) -> np.ndarray:
 
 
 def _logprobs_of(result: StepResult) -> list[TokenLogprobs]:
-    """The log-probabilities of a step; ValueError if the runner brought none though a sequence
-    asked for them.
-    """
+    """The log-probabilities of a step; raises ValueError if the runner returned none."""
     if result.logprobs is None:
         raise ValueError("the step brought no log-probabilities")
     return result.logprobs
 
 
 def _trimmed(entry: TokenLogprobs, most: int | None) -> TokenLogprobs:
-    """The entry with its `most` likeliest alternatives; the device always computes the largest
+    """The entry with only its `most` likeliest alternatives; the device always computes the maximum
     number.
     """
     return TokenLogprobs(entry.logprob, entry.top_ids[:most], entry.top_logprobs[:most])

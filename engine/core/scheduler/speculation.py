@@ -1,9 +1,9 @@
-"""How many drafts decoding sequences check in a step: as many as should pay, by how often their
-drafts were right of late, and by what steps take.
+"""Speculation: decides how many drafts decoding sequences check in a step. It chooses the number
+that should pay off, by how often their drafts were right recently and by the step times.
 
-The device drafts tokens (`engine.core.executor.seat_tokens`); a draft that a sequence checks is one
-more decode row. The host learns one step late how many were accepted, so a sequence's next row may
-stand up to `Sequence.drafting` positions behind `Sequence.scheduled`.
+The device drafts tokens (`engine.core.executor.seat_tokens`); each draft that a sequence checks is
+one more decode row. The host learns one step late how many were accepted, so the position of a
+sequence's next row may be up to `Sequence.drafting` after `Sequence.scheduled`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from jitney.engine.core.scheduler.plan import REJECTED, Chunk, Draft, Plan, Step
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
-#: How much each token counts among a sequence's recent ones, and among those of all sequences.
+#: Weight of a new token in a sequence's exponential mean, and in that of a class of sequences.
 _NEWEST, _NEWEST_OF_ALL = 0.2, 0.02
-#: Sequences whose drafts are right less often get no pages for any.
+#: Sequences whose drafts are right less often than this get no pages for drafts.
 _LEAST_RIGHT = 0.2
-#: Classes of sequences by how often their drafts were right.
+#: Number of classes of sequences, by how often their drafts were right.
 _CLASSES = 10
-#: A second that drafts add to a step must bring so many times the tokens of one without, and all
-#: drafts of a step so many for each row that decodes without them.
+#: Each second that drafts add to a step must give this many times the tokens per second without
+#: drafts; all drafts of a step must give at least this many tokens per decoding sequence.
 _PAYS, _LEAST_GAIN = 1.05, 0.05
 
 
 class _Acceptance:
-    """How often drafts are right, measured."""
+    """Measured frequencies of right drafts."""
 
     def __init__(self, most: int):
-        # By class and by how many were right before it in the same step; at first as often as in
-        # the middle of the class.
+        # Frequency by class and by the number of right drafts before it in the same step; the
+        # initial value is the middle of the class.
         self._right = [[(own + 0.5) / _CLASSES] * most for own in range(_CLASSES)]
 
     def chances(self, seq: Sequence) -> list[float]:
-        """The chance of each of the next drafts of a sequence to be accepted."""
+        """The probability of each of a sequence's next drafts to be accepted."""
         return list(accumulate(self._of(seq), mul))
 
     def observe(self, seq: Sequence, before: int, *, right: bool) -> None:
-        """A draft behind so many right ones was right, or not."""
+        """Record whether a draft was right. before: number of right drafts before it."""
         own = self._of(seq)
         own[before] += _NEWEST_OF_ALL * (right - own[before])
         seq.right_drafts += _NEWEST * (right - seq.right_drafts)
@@ -62,11 +62,11 @@ class Speculation:
         *,
         late: bool = False,
     ):
-        """most: drafts of a sequence in a step, those in flight not counted. late: see
+        """most: the most drafts of a sequence in a step, without those in flight. late: see
         `SchedulerLimits.late_drafts`.
         """
         self._late = late
-        # Two steps' drafts never need more than one page beyond the last one begun.
+        # So the drafts of two steps never need more than one page beyond the current one.
         self._most = min(most, sequences.pages.pool.page_size // 2)
         self._buckets = buckets
         self._seats = sequences.seats
@@ -75,9 +75,9 @@ class Speculation:
         self._acceptance = _Acceptance(self._most)
 
     def look_ahead(self) -> None:
-        """Before a plan: decide for how many drafts each sequence gets pages. None ends with a
-        draft, so that no row stands behind the last position that a sequence needs. Drafts take no
-        page that others may need.
+        """Decide before a plan for how many drafts each sequence gets pages. No draft is the last
+        token of a sequence, so that no row is beyond its last needed position. Drafts take no page
+        that other sequences may need.
         """
         spare = self._pool.available > self._seats.n_taken
         for seq in self._seats.decoding:
@@ -87,15 +87,15 @@ class Speculation:
                 seq.lookahead = max(0, min(self._most, left))
 
     def _may_draft(self, seq: Sequence) -> bool:
-        """Masks behind drafts are made of those that the host knows, or will know, and a step does
-        not wait for slow grammars.
+        """Whether a sequence may check drafts. With a grammar, the host must know the drafts, now
+        or in time, to compute their masks, and the grammar must be fast enough.
         """
         if seq.matcher is None:
             return True
         return (self._late or bool(seq.drafts)) and seq.matcher.checks_drafts
 
     def widen(self, draft: Draft, most_rows: int) -> None:
-        """Add draft rows to a step, which has at most so many rows then."""
+        """Add draft rows to a step, up to `most_rows` rows in all."""
         decoding = draft.chunks[: draft.n_decode]
         if draft.reserved or not decoding:
             return
@@ -110,7 +110,7 @@ class Speculation:
                 draft.add_drafts(widths)
 
     def _likeliest(self, decoding: list[Chunk]) -> list[tuple[float, Sequence]]:
-        """(chance of being accepted, sequence) of every draft that there is room for, the likeliest
+        """(probability of being accepted, sequence) of every draft that has room, the likeliest
         first.
         """
         drafts: list[tuple[float, Sequence]] = []
@@ -123,18 +123,20 @@ class Speculation:
         return drafts
 
     def _room(self, chunk: Chunk) -> int:
-        """Drafts that a sequence has pages for behind its planned row, wherever that stands."""
+        """Number of drafts that a sequence has pages for after its planned row, at the row's latest
+        possible position.
+        """
         seq = chunk.seq
         if chunk.start < len(seq.tokens):
-            return 0  # its token comes from the host, which has no drafts
+            return 0  # the row's token comes from the host, which has no drafts
         held = len(seq.pages) * self._pool.page_size
         return max(0, min(seq.lookahead, held - 1 - chunk.start - seq.drafting))
 
     def _worthwhile(
         self, draft: Draft, drafts: list[tuple[float, Sequence]]
     ) -> dict[Sequence, int]:
-        """How many drafts of each sequence bring most beyond what the seconds that they add would
-        bring without them; empty: none do.
+        """The number of drafts for each sequence with the largest gain: expected tokens minus the
+        tokens that the added seconds would give without drafts. Empty if no number gains enough.
         """
         usual, alone = self._seconds(draft, 0), self._step_times.decode(draft.n_decode)
         if not drafts or not usual or not alone:
@@ -144,7 +146,7 @@ class Speculation:
         tokens = 0.0
         for count, (chance, _) in enumerate(drafts, 1):
             tokens += chance
-            # A size that was not seen yet is tried.
+            # A size without a measured time counts as free, so that it is tried.
             seconds = self._seconds(draft, count) or usual
             gain = tokens - per_second * max(0.0, seconds - usual)
             if gain > most:
@@ -155,7 +157,7 @@ class Speculation:
         return widths
 
     def _seconds(self, draft: Draft, drafts: int) -> float | None:
-        """Typical seconds of the step with so many draft rows; None: not measured."""
+        """Typical seconds of the step with `drafts` draft rows; None: not measured."""
         rows = draft.rows + drafts
         if draft.rows == draft.n_decode:
             return self._step_times.decode(rows)
@@ -166,8 +168,8 @@ class Speculation:
         return self._step_times.mixed(bucket, rows)
 
     def learn(self, plan: Plan, result: StepResult) -> None:
-        """Which drafts of a step's sequences were right, checked or not."""
-        assert result.guessed is not None  # of every step of an engine that speculates
+        """Record which drafts of a finished step were right, whether checked or not."""
+        assert result.guessed is not None  # every step of an engine that speculates returns it
         for row, chunk in enumerate(plan.chunks[: plan.n_decode]):
             counts = result.tokens[row] != REJECTED and not chunk.sits_out
             if counts and chunk.draft < self._most:

@@ -1,8 +1,8 @@
-"""Admission control: whether a request may wait, by the work that waits already and by its
-predicted wait; a refused one is told when to return.
+"""Admission control decides whether a request may wait, by the waiting work and by its predicted
+wait. A refused request gets a time at which to retry.
 
 If seats are free for a request, it is refused only for its predicted wait, which prompts ahead of
-it may make too long. An idle engine refuses no request.
+it can make too long. An idle engine refuses no request.
 """
 
 from __future__ import annotations
@@ -24,33 +24,36 @@ from jitney.engine.core.scheduler.sequence import Sequence
 
 #: Bounds of Retry-After, in seconds.
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 1800.0
-#: Refused requests return a little further apart than their work takes by prediction, so that the
-#: queue has room for each. Random delay: at most so many seconds, and this share of the wait.
+#: Refused requests return this many times their predicted work time apart, so that the queue has
+#: room for each. Random delay: at most this many seconds, and at most this share of the wait.
 _SPARSE, _JITTER_S, _JITTER_SHARE = 1.05, 0.5, 0.05
-#: A deadline is given up only if it would be missed even with this share of the predicted wait.
+#: A request is refused for its deadline only if it would miss it even with this share of the
+#: predicted wait.
 _HOPE = 0.5
-#: Share of a bound down to which the queue goes before the first refused request returns, or less
-#: where less may be filled now: the rest absorbs that places do not come free evenly.
+#: The first refused request returns when the queue is down to this share of a bound, or to less if
+#: less may be filled now: the rest is a buffer, because places do not become free evenly.
 _CALM = 0.6
 #: Share of the longest predicted wait that may be filled while all seats are taken: the prediction
-#: is a mean, and one request in a hundred waits longer. And in the first seconds of a crowd: it
-#: slows the engine down, on two cores to half its speed, and the prediction goes by earlier steps.
+#: is a mean, and one request in a hundred waits longer. Then the share in the first seconds of a
+#: crowd, and that number of seconds: a crowd slows the engine down, on two cores to half its speed,
+#: while the prediction is based on earlier steps.
 _SURE, _AT_FIRST, _FIRST_S = 0.9, 0.5, 3.0
-#: Share of each bound that requests may fill while refused ones are still expected to return; the
-#: rest is for those. And how much too early a request may return, in seconds.
+#: Share of each bound that new requests may fill while refused ones are expected to return; the
+#: rest is reserved for those. Then how many seconds too early a request may return.
 _FOR_NEW, _EARLY_S = 0.5, 0.5
-#: Refused requests that are recognised when they return: the latest ones.
+#: Number of the latest refused requests that are recognised when they return.
 _MOST_RECOGNISED = 1 << 14
-#: Verdicts kept; more are never open, since the requests of a group come one after the other.
+#: The most verdicts stored; more are never open, since the requests of a group arrive one after the
+#: other.
 _MOST_VERDICTS = 64
 
 
 class _Work(NamedTuple):
-    """The work of a request, with all that came together with it."""
+    """The work of a request and of all other requests of its group."""
 
-    #: Sequences, each of which needs a seat.
+    #: Number of sequences, each of which needs a seat.
     sequences: int
-    #: Tokens of the prompts, each computed once, and output tokens that are expected.
+    #: Prompt tokens, each prompt counted once, and expected output tokens.
     tokens: int
 
     @classmethod
@@ -63,27 +66,27 @@ class _Work(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """One of the bounds on what waits."""
+    """One of the bounds on the waiting work."""
 
-    #: With the newcomer, and at most.
+    #: Level including the new request, and the highest level allowed.
     level: float
     most: float
-    #: Seconds in which the level falls by one if no request comes.
+    #: Seconds in which the level falls by one if no request arrives.
     falls_in: float
-    #: What the client is told.
+    #: Error message for the client.
     reason: str
-    #: How many times `most` it is for a tenant that others have left no room.
+    #: Factor on `most` for a tenant that finds the queue filled by others.
     overflow: float = 2.0
     #: Share of `most` that may be filled now.
     now: float = 1.0
 
     @property
     def excess(self) -> float:
-        """How far the level is above that at which the first refused request should return."""
+        """Difference between the level and the one at which the first refused request returns."""
         return self.level - min(_CALM, self.now) * self.most
 
     def for_a_modest_tenant(self) -> _Bound:
-        """The bound for a tenant that others have left no room."""
+        """The bound for a tenant that finds the queue filled by others."""
         if self.overflow == 1.0:
             return self
         return self._replace(most=self.overflow * self.most, now=1.0)
@@ -91,41 +94,44 @@ class _Bound(NamedTuple):
 
 @dataclass(slots=True)
 class _Verdict:
-    """On requests that came together."""
+    """The decision on a group of requests that arrived together."""
 
-    #: So many of them have not been judged.
+    #: Number of its requests that are not judged yet.
     to_come: int
-    #: Why none of them may wait; None if all may.
+    #: The error for all of them; None if they are admitted.
     refusal: RequestError | None = None
 
 
 class ReturnTimes:
-    """Spreads refused requests over the time to come: each returns when those refused before it
-    should have been served. No place is kept for any of them, but those that return in time are
+    """Spreads the returns of refused requests over time: each returns when those refused before it
+    should have been served. No place is reserved for them, but requests that return in time are
     recognised.
     """
 
     def __init__(self, seed: int = 0):
         self._random = random.Random(seed)
-        # Clock seconds until which requests that will return keep the engine busy.
+        # Clock seconds until which returning requests should keep the engine busy.
         self._busy_until = -math.inf
-        # Clock seconds at which refused requests should return, by their digests, latest last.
+        # Clock seconds at which refused requests should return, by digest; the latest refusal last.
         self._due: OrderedDict[bytes, float] = OrderedDict()
-        # The request that was looked up last, and its digest: one that is refused is entered next.
+        # The request that was looked up last, and its digest, which is needed again if it is
+        # refused.
         self._last: tuple[EngineRequest | None, bytes] = None, b""
 
     def clear(self) -> None:
-        """A request found free seats: the others have returned and were served, or do not come."""
+        """Forget all refused requests; called when a request finds free seats, because the refused
+        ones have then been served or do not return.
+        """
         self._busy_until = -math.inf
         self._due.clear()
         self._last = None, b""
 
     def expects_any(self, now: float) -> bool:
-        """Whether refused requests should still return."""
+        """Whether refused requests are still expected to return."""
         return self._busy_until > now
 
     def is_due(self, request: EngineRequest, now: float) -> bool:
-        """Whether a request was refused before, and returns no earlier than it was told to."""
+        """Whether a request was refused before and does not return too early."""
         if not self._due:
             return False
         return self._due.get(self._digest(request), math.inf) <= now + _EARLY_S
@@ -179,14 +185,14 @@ class AdmissionControl:
         self._sequences = sequences
         self._backlog = sequences.live.backlog
         self._returns = ReturnTimes()
-        # When a request first came to the present crowd, clock seconds.
+        # Clock seconds at which the present crowd began; None without a crowd.
         self._crowded_since: float | None = None
-        # By the id of a group of requests of which more are to come.
+        # Verdicts on groups whose requests have not all arrived, by the group's id.
         self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
 
     def admit(self, leader: Sequence, now: float) -> None:
         """Raise RequestError queue_full or deadline_unreachable unless the leader's request may
-        wait. The first of several that came together is judged for all.
+        wait. The first request of a group is judged for the whole group.
         """
         group = leader.request.group
         if group is None or leader.request.background:
@@ -246,7 +252,7 @@ class AdmissionControl:
             )
 
     def _background_has_room(self, leader: Sequence) -> bool:
-        """Background requests have a bound of their own."""
+        """Whether a background request may wait; these have a bound of their own."""
         waiting = self._sequences.background.backlog.sequences
         most = self.limits.max_waiting_requests
         return not waiting or waiting + leader.request.sampling.n <= most
@@ -263,8 +269,8 @@ class AdmissionControl:
         return _FOR_NEW
 
     def _bounds(self, work: _Work, prediction: Prediction, most: float, now: float) -> list[_Bound]:
-        """The bounds that hold for this request, and where it would take them. One of too many
-        tokens may wait alone.
+        """The bounds that apply to this request, with the levels that it would reach. A request
+        with too many tokens may wait if no other waits.
 
         most: share of each bound that it may fill if it finds no open seats.
         """
@@ -286,7 +292,7 @@ class AdmissionControl:
         return bounds
 
     def _crowd_s(self, now: float) -> float:
-        """Seconds for which requests have come while others waited and no seat was open."""
+        """Seconds since the crowd began: sequences wait and no seat is open."""
         if not self._sequences.crowded:
             self._crowded_since = None
             return 0.0
@@ -295,7 +301,9 @@ class AdmissionControl:
         return now - self._crowded_since
 
     def _bounds_of_waiting(self, work: _Work, prediction: Prediction, share: float) -> list[_Bound]:
-        """The bounds on how much waits. share: of each that may be filled."""
+        """The bounds on the number of waiting sequences and tokens. share: share of each bound that
+        may be filled.
+        """
         backlog, limits = self._backlog, self.limits
         most = limits.max_waiting_requests
         bounds = [
@@ -318,15 +326,15 @@ class AdmissionControl:
         return bounds
 
     def _refusal(self, bounds: list[_Bound], leader: Sequence, work: _Work) -> str | None:
-        """Why a request may not wait, or None."""
+        """The reason why a request may not wait; None if it may."""
         refusal = _first_over(bounds)
         if refusal is None or not self._may_overflow(leader, work):
             return refusal
         return _first_over([bound.for_a_modest_tenant() for bound in bounds])
 
     def _may_overflow(self, leader: Sequence, work: _Work) -> bool:
-        """Whether tenants take turns, and others have filled the queue: it is no reason to refuse
-        one that has less than its share in it.
+        """Whether a request may exceed the bounds: in the order "fair", a tenant with less than its
+        share of the queue is not refused because others have filled it.
         """
         if self.limits.order != "fair":
             return False
@@ -342,7 +350,7 @@ class AdmissionControl:
         return self._seconds_per_place(prediction) / max(1.0, tokens)
 
     def _seconds_per_place(self, prediction: Prediction) -> float:
-        """Seconds after which a place comes free: all seats go on to the end of an answer."""
+        """Mean seconds between two seats becoming free: an answer's time divided by the seats."""
         return prediction.answer_s / self._sequences.working_seats
 
 

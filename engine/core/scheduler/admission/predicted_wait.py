@@ -1,5 +1,5 @@
-"""The predicted wait of a newcomer, from the open sequences, how long their answers should get, and
-how long steps take.
+"""Predicts the wait of a newly arrived request from the open sequences, their expected answer
+lengths and the step times.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
-#: Groups in which the prompts ahead are looked at, at most.
+#: The most groups into which the prompts ahead are divided.
 _GROUPS = 16
-#: Seconds of a step before one was measured.
+#: Assumed seconds of a step before one was measured.
 _FIRST_STEP_S = 0.02
-#: Times at which the number of running answers is computed.
+#: Number of future times at which the number of running answers is computed.
 _TIMES = 48
 
 
 class _Endings:
-    """How many of some running answers still run after so many steps.
+    """Expected ends of the running answers.
 
-    With each token the same share of them ends: one of 32 ends soon though each is expected to run
-    on for long.
+    The same share of them ends with each token: one of 32 ends soon, although each is expected to
+    run for long.
     """
 
     def __init__(self, running: Iterable[Sequence], lengths: LengthEstimate):
@@ -39,63 +39,63 @@ class _Endings:
         for seq in running:
             seq.counted = lengths.progress(seq.kind, seq.counted, seq.n_output)
             answers.append((_most_left(seq), lengths.mean(seq.kind)))
-        #: Answers that run now.
+        #: Number of answers that run now.
         self.n = len(answers)
         most_left, means = np.array(answers, np.float64).reshape(-1, 2).T
         longest = most_left.max(initial=1.0)
         spread = np.geomspace(1.0, max(2.0, longest), _TIMES)
         spread = spread[spread < longest - 1]
-        #: Steps from now, rising from 0 to where the last one ends by length, f8 [T].
+        #: Steps from now, from 0 to the end of the last one by length, float64 [T], ascending.
         self._steps = np.concatenate(([0.0], spread, (longest - 1, longest)))
         steps = self._steps[:, None]
         alive = np.where(steps < most_left, np.exp(-steps / means), 0.0)
-        #: How many are expected to run then, falling from n to 0, f8 [T].
+        #: Expected number of running answers at these times, float64 [T], falling from n to 0.
         self._running = alive.sum(axis=1)
 
     def steps_until(self, n: int) -> float:
-        """Steps until so many of them, 1 to all, should have ended; at least 1.
+        """Expected steps until `n` of the answers (1 to all) have ended; at least 1.
 
-        Were lengths memoryless, the n-th of N would end on average when about n - n/2N are expected
-        to have ended; that is taken for all.
+        With memoryless lengths, the n-th of N ends on average when about n - n/2N are expected to
+        have ended; this is assumed here.
         """
         ended = n * (1 - 0.5 / self.n)
-        # A rising x for the interpolation: from the end to now.
+        # Reversed, because the interpolation needs ascending x.
         steps = np.interp(self.n - ended, self._running[::-1], self._steps[::-1])
         return max(1.0, float(steps))
 
     @property
     def tokens(self) -> float:
-        """Tokens that all of them together should still generate."""
+        """Expected number of tokens that all of them together still generate."""
         return float(np.trapezoid(self._running, self._steps))
 
 
 def _most_left(seq: Sequence) -> int:
-    """Tokens after which it ends by length, at least 1."""
+    """Tokens after which a sequence ends by length, at least 1."""
     return max(1, seq.limit - seq.n_prompt - seq.n_output)
 
 
 class Prediction(NamedTuple):
-    """Of a newcomer, by the open sequences and how long steps take."""
+    """Predictions for a new request, from the open sequences and the step times."""
 
-    #: The longest predicted wait in seconds that it is not refused for; 0: any.
+    #: The longest predicted wait in seconds for which it is admitted; 0: any.
     longest_wait_s: float
-    #: Seconds until it should board; 0 if no setting or deadline needs it.
+    #: Expected seconds until it boards; 0 if no setting or deadline needs the prediction.
     wait_s: float
-    #: The least seconds for the rows of its prompt that are not found in pages now; 0 if it has no
+    #: Shortest time in seconds for the prompt rows that are not found in pages; 0 without a
     #: deadline.
     prefill_s: float
-    #: Output tokens that it is expected to have.
+    #: Expected number of output tokens.
     answer_tokens: int
-    #: Seconds that a seat is taken by one answer, going by those that wait.
+    #: Seconds for which one answer takes a seat, by the expected lengths of the waiting sequences.
     answer_s: float
 
 
 class PredictedWait:
-    """Predicts a newcomer's wait; none before a step was measured.
+    """Predicts the wait of a newcomer, a newly arrived request; 0 before a step was measured.
 
-    A newcomer waits for a seat and for the prompt rows that go before its own. Steps with prompt
-    rows are counted, and beyond them those that only decode until a seat is free; each kind is
-    taken to last as long as its recent ones did, the gaps between them included.
+    A newcomer waits for a seat and for the prompt rows before its own. The prediction counts the
+    steps with prompt rows, and the further decode steps until a seat is free; each kind is assumed
+    to take as long as its recent steps did, including the gaps between them.
     """
 
     def __init__(
@@ -111,21 +111,21 @@ class PredictedWait:
         self._sequences = sequences
         self._seats = sequences.seats
         self._live = sequences.live
-        # Its own: to ask for the rows of a step counts where there is a target_itl.
+        # A copy, because with a target_itl each call of `PrefillBudget.most` counts as a step.
         self.prefill_budget = replace(prefill_budget)
         self.passing = passing
         self.step_times: StepTimeEstimate = prefill_budget.step_times
         #: Sequences per batch where seats are kept; 0 where they are refilled at once.
         self.batch = batch
-        # Of this step; None until asked for.
+        # Computed on first use after each step; None until then.
         self._endings: _Endings | None = None
 
     def pass_step(self) -> None:
-        """A step is planned: the running answers will be one token further."""
+        """Note that a step is planned, which moves the running answers one token on."""
         self._endings = None
 
     def prediction_for(self, newcomer: Sequence) -> Prediction:
-        """All that admission control asks about a newcomer."""
+        """All predictions that admission control needs for a newcomer."""
         hurried = newcomer.request.deadline is not None
         longest = 0.0 if newcomer.request.admitted else self.limits.max_predicted_wait_s
         tokens = self._mean_expected() if self._live.backlog.sequences else newcomer.expected
@@ -144,7 +144,7 @@ class PredictedWait:
         )
 
     def wait(self, newcomer: Sequence) -> float:
-        """Seconds until it should board; 0 before anything was measured."""
+        """Expected seconds until a newcomer boards; 0 before a step was measured."""
         ahead = self._sequences.n_ahead(newcomer)
         rows = self._rows_ahead(ahead)
         passing = self._rows_until_it_passes(
@@ -156,15 +156,15 @@ class PredictedWait:
 
     @property
     def behind_all(self) -> float:
-        """Seconds until a request should board that comes after all that wait now: the published
-        predicted wait.
+        """Expected seconds until a request boards that arrives after all waiting ones. This is the
+        published predicted wait.
         """
         ahead = self._live.n_waiting
         return self._behind(ahead, self._rows_ahead(ahead))
 
     def _behind(self, ahead: int, rows: int) -> float:
-        """Seconds until so many sequences and then the newcomer have boarded, and so many prompt
-        rows are computed.
+        """Expected seconds until `ahead` sequences and then the newcomer have boarded, and `rows`
+        prompt rows are computed.
         """
         if self.step_times.step is None:
             return 0.0
@@ -174,13 +174,13 @@ class PredictedWait:
         return self.step_times.stretch * seconds
 
     def _decode_s(self, ahead: int) -> float:
-        """Seconds of a step in which those in seats and so many more decode, and nothing else."""
+        """Seconds of a decode step of the seated sequences and `ahead` more."""
         seated = min(self.limits.max_seats, max(1, self._seats.n_live + ahead))
         return self.step_times.decode(seated) or self.step_times.step or _FIRST_STEP_S
 
     def _rows_until_it_passes(self, rows: int) -> float:
-        """Rows that are computed before a prompt of so many passes longer ones; inf if it does not
-        or finds no seat.
+        """Rows that are computed before a prompt of `rows` rows passes longer ones; inf if it does
+        not pass or gets no seat.
         """
         if not self._sequences.open_seats:
             return math.inf
@@ -193,17 +193,17 @@ class PredictedWait:
         return self.passing.rows_until(rows, first, shorter)
 
     def _rows_ahead(self, ahead: int) -> int:
-        """Rows of the prompts that have boarded and of so many that wait."""
+        """Prompt rows of the boarded sequences and of `ahead` waiting ones."""
         boarded = sum([seq.n_left for seq in self._seats.live_prompts])
         share = min(1.0, ahead / max(1, self._live.n_waiting))
         return boarded + int(share * self._live.queue.rows.total())
 
     def _seat_steps(self, ahead: int) -> float:
-        """Steps until so many that are ahead, and then the newcomer, have found a seat.
+        """Expected steps until `ahead` sequences, and then the newcomer, have got a seat.
 
-        For the k-th seat to become free k of those that run must end. Beyond one round of all
-        seats: what is to be generated ahead, spread over the working seats, less the half-done
-        answers that run on at that time.
+        The k-th seat becomes free when k running sequences have ended. If more seats are needed
+        than sequences run, all tokens to generate are spread over the working seats, less the
+        half-done answers that still run then.
         """
         n_seats_needed = ahead + 1 - self._sequences.open_seats
         if n_seats_needed <= 0:
@@ -215,16 +215,18 @@ class PredictedWait:
         return max(1.0, (endings.tokens + mean * (ahead - (seats - 1) / 2)) / seats)
 
     def _batch_steps(self, ahead: int) -> float:
-        """Steps until the running batch and the full ones before the newcomer's are done."""
+        """Expected steps until the running batch and the full batches before the newcomer's one are
+        done.
+        """
         endings = self._endings_now()
         running = endings.steps_until(endings.n) if endings.n else 0.0
         return running + ahead // self.batch * self._mean_expected()
 
     def _endings_now(self) -> _Endings:
-        """When the live sequences in seats should end.
+        """The expected ends of the seated live sequences.
 
-        Computed once for all requests that come between two steps: it costs about a millisecond at
-        1,024 seats.
+        They are computed once for all requests that arrive between two steps, because this takes
+        about a millisecond at 1,024 seats.
         """
         if self._endings is None:
             seated = (seq for seq in self._seats.taken if not seq.background)
@@ -232,18 +234,18 @@ class PredictedWait:
         return self._endings
 
     def _mean_expected(self) -> float:
-        """Output tokens that a waiting sequence is expected to generate, on average."""
+        """Mean of the output tokens that waiting sequences are expected to generate."""
         backlog, queue = self._live.backlog, self._live.queue
         if backlog.sequences:
             return backlog.expected / backlog.sequences
         return queue.expected / len(queue.waiting) if queue.waiting else 1.0
 
     def _prompt_steps(self, ahead: int, rows: int) -> tuple[float, float]:
-        """(steps that are full of the prompt rows ahead, seconds of all of them).
+        """(number of steps for the prompt rows ahead, their seconds in all).
 
-        One prompt is computed after the other, or one group after the other where there are many.
-        Each then decodes beside the next ones, for as many steps as its answer is expected to have
-        tokens; and the more streams decode and the fewer prompts wait, the fewer rows a step has.
+        Prompts are computed one after the other, or in groups if there are many. Each then decodes
+        beside the next ones, for as many steps as its answer has expected tokens. The more
+        sequences decode and the fewer prompts wait, the fewer prompt rows a step has.
         """
         count = max(1, len(self._seats.live_prompts) + ahead)
         groups = min(count, _GROUPS)
@@ -253,7 +255,7 @@ class PredictedWait:
         if rows < self._prompt_step(decoding, min(count + 1, most_wanting), mean)[0]:
             return 0.0, 0.0
         endings = self._endings_now()
-        # So many streams, until so many steps from now.
+        # (number of decoding sequences, steps from now at which they end).
         streams: list[tuple[float, float]] = [(decoding, endings.tokens / max(1, endings.n))]
         steps = seconds = 0.0
         for group in range(groups):
@@ -268,8 +270,8 @@ class PredictedWait:
         return steps, seconds
 
     def _prompt_step(self, decoding: int, wanting: int, mean: int) -> tuple[int, float]:
-        """(prompt rows of a step, its seconds) beside so many streams, of so many prompts of `mean`
-        rows.
+        """(prompt rows of a step, its seconds) beside `decoding` sequences, with `wanting` prompts
+        of `mean` rows that need rows.
         """
         times, budget = self.step_times, self.prefill_budget
         short = budget.is_short(mean, mean)
