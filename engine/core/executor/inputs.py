@@ -1,12 +1,12 @@
-"""From a plan to the packed int32 array that a step uploads, and back to named arrays in jit.
+"""Packs a plan into the int32 array that a step uploads, and splits it into named arrays in jit.
 
-`_FIELDS` declares an upload and `SAMPLING` its sampling parameters; packing, slicing and the
-sampler read both by name.
+`_FIELDS` declares the fields of an upload and `SAMPLING` its sampling parameters; packing, slicing
+and the sampler read both by name.
 
 Axes: T token rows and S sequences (also logit rows) of the bucket, P pages per sequence, W words of
-a seat's sampling parameters, M seats, A seats with adapters (M or 0), G cache groups with page
-tables of their own, beside the first, R sequences with a recurrent state (S or 0), C states within
-a sequence's rows that are kept, D sequences with a state whose drafts leave theirs (S or 0).
+a seat's sampling parameters, M seats, A seats with adapters (M or 0), G cache groups beside the
+first with page tables of their own, R sequences with a recurrent state (S or 0), C states stored
+within a sequence's rows, D sequences with a state for each draft (S or 0).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PENALISED, BIASED, SCORED = 1, 2, 4
 
 
 class _SeatField(NamedTuple):
-    """One number of a seat that the sampler reads."""
+    """One sampling parameter of a seat."""
 
-    #: Of `SamplingParams`, or one of the seat's own.
+    #: Field of `SamplingParams`, or a name of the upload's own.
     name: str
     dtype: Literal["float32", "int32"]
-    #: What it is for a request.
+    #: Computes its value for a request.
     value: Callable[[SamplingParams], float]
 
 
@@ -55,16 +55,16 @@ class _SamplingUpload:
         numbers = "".join([formats[field.dtype] for field in self.fields])
         self._struct = struct.Struct(f"<{numbers}q")
         self.words = self._struct.size // 4
-        #: Of a row that asks for nothing but the likeliest token.
+        #: Packed parameters of a row that takes the likeliest token.
         self.bare_argmax = self.pack(params(temperature=0.0), 0)
 
     def pack(self, params: SamplingParams, seed: int) -> bytes:
-        """A seat's parameters; seed: int64."""
+        """Pack a seat's parameters; seed: int64."""
         return self._struct.pack(*[field.value(params) for field in self.fields], seed)
 
     def columns(self, words: Any) -> dict[str, Any]:
-        """int32 [S, W], numpy or traced -> an array [S] each; the seed's is int32 [S, 2], low word
-        first.
+        """Split words int32 [S, W], numpy or traced, into one array [S] for each parameter. The
+        seed is int32 [S, 2], low word first.
         """
         columns = {
             field.name: words[:, number].view(np.dtype(field.dtype))
@@ -88,22 +88,22 @@ def _parts(params: SamplingParams) -> int:
 
 
 SAMPLING = _SamplingUpload(SamplingParams)
-#: Words of a row of `MaskedRows.heads` before its sampling parameters.
+#: Number of words in a row of `MaskedRows.heads` before its sampling parameters.
 _HEAD = 4
 
 
 class MaskedRows(NamedTuple):
-    """Rows of a step whose tokens are chosen behind it, under masks: int32 arrays of R rows."""
+    """Rows of a step whose tokens are chosen after it, under masks: int32 arrays of R rows."""
 
-    #: [R, 4 + W]: the row's position, its seat (M: none), which draft it reads (0: none) and that
-    #: token, then its sampling parameters.
+    #: [R, 4 + W]: the row's position, its seat (M: none), the number of the draft that it reads (0:
+    #: none), that draft's token, then its sampling parameters.
     heads: np.ndarray
-    #: [R, ceil(V / 32)]: one bit for each token that it may choose, low bits first.
+    #: [R, ceil(V / 32)]: one bit for each allowed token, low bits first.
     masks: np.ndarray
 
     @classmethod
     def empty(cls, rows: int, vocab: int, seats: int) -> MaskedRows:
-        """Rows of no seat: they choose from all tokens, and the choice is not read."""
+        """Rows without a seat: all tokens are allowed, and their choice is not read."""
         heads = np.empty((rows, MaskedHeads.words()), np.int32)
         heads[:, :_HEAD] = 0, seats, 0, 0
         heads[:, _HEAD:] = np.frombuffer(SAMPLING.bare_argmax, np.int32)
@@ -130,7 +130,7 @@ class MaskedHeads(NamedTuple):
 
     @staticmethod
     def words() -> int:
-        """int32 words of a row of `MaskedRows.heads`."""
+        """Number of int32 words in a row of `MaskedRows.heads`."""
         return _HEAD + SAMPLING.words
 
 
@@ -138,35 +138,35 @@ class _Field(NamedTuple):
     """One field of a step's upload, int32."""
 
     name: str
-    shape: tuple[str, ...]  #: its axes, by their names in UploadLayout
-    #: rows: gathered anew for each step. pages: copied from the seats' page tables. sampling: the
-    #: sampler's, copied from the seats. scores: of rows that bring prompt log-probabilities.
+    shape: tuple[str, ...]  #: names of its axes in UploadLayout
+    #: rows: made anew for each step. pages: copied from the seats' page tables. sampling: sampling
+    #: parameters, copied from the seats. scores: for rows that return prompt log-probabilities.
     part: Literal["rows", "pages", "sampling", "scores"]
-    #: What stands behind the step's own values.
+    #: Value of the elements after the step's own values.
     padding: Callable[[BatchBuilder], int] = lambda builder: 0
 
 
-#: All fields of a step's upload. An executable takes those whose part it has (`UploadLayout`).
+#: All fields of a step's upload. An executable takes the fields of its parts (`UploadLayout`).
 _FIELDS = (
-    # Token ids; -1: the last token of token_seats on the device; -1 - n: its n-th draft.
+    # Token ids; -1: the last token of the row's seat, on the device; -1 - n: its n-th draft.
     _Field("tokens", ("T",), "rows"),
-    # The seat that each row belongs to.
+    # The seat of each row.
     _Field("token_seats", ("T",), "rows"),
     _Field("positions", ("T",), "rows"),
-    # Flat KV rows; behind the pool: not written.
+    # Index of the KV row in the flat pool; indices after its end are not written.
     _Field("write_rows", ("T",), "rows", padding=attrgetter("pool_rows")),
     _Field("kv_lens", ("S",), "rows"),
     _Field("cu_q", ("S + 1",), "rows"),
-    # Sequences that decode, sequences, token rows, sequences whose output is computed again.
+    # Numbers of decoding sequences, sequences, token rows, sequences whose output is recomputed.
     _Field("counts", ("4",), "rows"),
     # The token row that each logit row reads.
     _Field("logit_rows", ("S",), "rows"),
-    # The seat whose last token a logit row sets; M: none; above M: M + 1 more than the seat of a
-    # row whose token is chosen behind the step.
+    # The seat whose last token a logit row sets; M: none; M + 1 + seat for a row whose token is
+    # chosen after the step.
     _Field("seats", ("S",), "rows", padding=attrgetter("seats")),
-    # Each seat's adapter, from 1; 0: none. Nothing where the engine has no adapters.
+    # Each seat's adapter number, from 1; 0: none. Empty if the engine has no adapters.
     _Field("seat_adapters", ("A",), "rows"),
-    # See `jitney.kernels.delta_net.StateSlots`; nothing where no layer is recurrent.
+    # See `jitney.kernels.delta_net.StateSlots`; empty if no layer is recurrent.
     _Field("state_reads", ("R",), "rows"),
     _Field("state_cuts", ("R", "C"), "rows"),
     _Field("state_writes", ("R", "C + 1"), "rows"),
@@ -178,35 +178,35 @@ _FIELDS = (
     _Field("window_tables", ("G", "S", "P"), "pages"),
     # See _SamplingUpload.
     _Field("sampling", ("S", "W"), "sampling"),
-    # How many rows bring prompt log-probabilities.
+    # Number of rows that return prompt log-probabilities.
     _Field("score_count", ("1",), "scores"),
-    # Which token rows those are, and the tokens that they are scored against; what stands behind
-    # the first score_count is of former steps.
+    # Indices of these token rows, and the tokens that they are scored against; values after the
+    # first score_count are left over from earlier steps.
     _Field("score_rows", ("T",), "scores"),
     _Field("score_tokens", ("T",), "scores"),
 )
-#: Parts in the order of packing: what every executable takes, then what only those with a sampler
-#: do.
+#: Parts in the order of packing: first those of all executables, then those of executables with a
+#: sampler.
 _PARTS = ("rows", "pages", "sampling", "scores")
-#: One step's upload as named arrays; None for what its executable does not take.
+#: One step's upload as named arrays; None for fields that its executable does not take.
 _StepInputs = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]
     "StepInputs", [field.name for field in _FIELDS], defaults=[None] * len(_FIELDS)
 )
 
 
 def _most_saves(bucket: Bucket, drafts: int) -> int:
-    """States within a sequence's rows that a step keeps at most: behind pages of a prompt, or
-    behind drafts.
+    """The most recurrent states that a step stores within a sequence's rows: at page ends of a
+    prompt, or after drafts.
     """
     return max(drafts, 0 if bucket.decode_only else MOST_SAVES)
 
 
 class UploadLayout:
-    """Where each field lies in the packed array of one executable. The upload of the executable
-    without a sampler (greedy_only) is a prefix of the other's.
+    """The positions of the fields in the packed array of one executable. The upload of the
+    executable without a sampler (greedy_only) is a prefix of the other's.
 
     pages: P. adapted: seats whose adapters are uploaded; 0: the engine has no adapters. groups: G.
-    recurrent: sequences have a state beside their pages. drafts: of a sequence in a step at most.
+    recurrent: sequences have a recurrent state. drafts: the most drafts of a sequence in a step.
     """
 
     def __init__(
@@ -244,14 +244,14 @@ class UploadLayout:
 
     @property
     def scores(self) -> bool:
-        """True where prompt rows can bring log-probabilities."""
+        """Whether prompt rows can return log-probabilities."""
         return not self.greedy_only and not self.bucket.decode_only
 
     @property
     def _parts(self) -> list[str]:
         """The parts of an upload that this executable takes, in order of packing."""
-        wanted = {"sampling": not self.greedy_only, "scores": self.scores}
-        return [part for part in _PARTS if wanted.get(part, True)]
+        has_part = {"sampling": not self.greedy_only, "scores": self.scores}
+        return [part for part in _PARTS if has_part.get(part, True)]
 
     @cached_property
     def fields(self) -> list[_Field]:
@@ -265,7 +265,7 @@ class UploadLayout:
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Field name -> its half-open range in the packed array."""
+        """Field name -> its range in the packed array."""
         slices = {}
         start = 0
         for name, shape in self.shapes.items():
@@ -275,22 +275,22 @@ class UploadLayout:
         return slices
 
     def length(self, name: str) -> int:
-        """Words of a field."""
+        """Number of words of a field."""
         return self.slices[name].stop - self.slices[name].start
 
     @property
     def size(self) -> int:
-        """int32 words of the packed array."""
+        """Number of int32 words of the packed array."""
         return list(self.slices.values())[-1].stop
 
     def split(self, packed: Any) -> Any:
-        """`_StepInputs` of views of the packed array, numpy or traced."""
+        """Split the packed array, numpy or traced, into views as `_StepInputs`."""
         slices = self.slices.items()
         return _StepInputs(**{name: packed[at].reshape(self.shapes[name]) for name, at in slices})
 
 
 class _StepRows(msgspec.Struct):
-    """The fields that a step writes anew, without padding; `owners`: each sequence's seat."""
+    """The fields that each step writes anew, without padding. owners: the seat of each sequence."""
 
     owners: list[int] = []
     tokens: list[int] = []
@@ -317,33 +317,33 @@ class _SeatTables:
     """The page tables of all seats in one cache group."""
 
     def __init__(self, seats: int, width: int, pool_rows: int):
-        """width: pages of a table. pool_rows: of the group's pool."""
+        """width: pages of a table. pool_rows: KV rows of the group's pool."""
         self.width = width
         self.pool_rows = pool_rows
         self._no_pages = array("i", [0]) * width
-        #: One behind the other.
+        #: The tables of all seats, one after the other.
         self.flat = self._no_pages * seats
-        #: Pages of each.
+        #: Number of pages in each table.
         self._counts = [0] * seats
-        #: Another object whenever the seat's table changes.
+        #: One object per seat, replaced whenever the seat's table changes.
         self._stamps = [object() for _ in range(seats)]
 
     def board(self, seat: int, pages: list[int]) -> None:
-        """A seat's sequence has these pages."""
+        """Set the pages of a seat's new sequence."""
         first = seat * self.width
         self.flat[first : first + len(pages)] = array("i", pages)
         self._counts[seat] = len(pages)
         self._stamps[seat] = object()
 
     def add(self, seat: int, page: int) -> None:
-        """A seat's sequence got one more page."""
+        """Append a page to a seat's table."""
         count = self._counts[seat]
         self.flat[seat * self.width + count] = page
         self._counts[seat] = count + 1
         self._stamps[seat] = object()
 
     def feed(self, seat: int, pages: list[int]) -> None:
-        """Note the last of a sequence's pages that were not noted yet."""
+        """Append those of a sequence's pages that its table does not have yet."""
         count = self._counts[seat]
         if len(pages) > count:
             first = seat * self.width
@@ -352,13 +352,13 @@ class _SeatTables:
             self._stamps[seat] = object()
 
     def drop(self, seat: int, count: int) -> None:
-        """The first pages of a sequence were given back: no kernel may read them again."""
+        """Clear the first pages, which were given back: no kernel may read them again."""
         first = seat * self.width
         self.flat[first : first + count] = self._no_pages[:count]
         self._stamps[seat] = object()
 
     def copy(self, owners: list[int], upload: _UploadTable) -> None:
-        """Bring an upload's page table up to date with the tables of its rows' seats."""
+        """Update an upload's page table from the tables of the seats `owners`."""
         stamps, copied, width = self._stamps, upload.stamps, self.width
         for number, seat in enumerate(owners):
             if copied[number] is not stamps[seat]:
@@ -369,7 +369,7 @@ class _SeatTables:
         upload.used = len(owners)
 
     def _copy_table(self, upload: _UploadTable, number: int, seat: int) -> None:
-        """Copy a seat's pages into a row of the upload; numbers behind them belong to no key."""
+        """Copy a seat's pages into a row of the upload; later entries are not used by any key."""
         target = number * self.width
         source = seat * self.width
         pages = self._counts[seat]
@@ -381,22 +381,22 @@ class _SeatTables:
 class _UploadTable:
     """The page table of one cache group in a packed array."""
 
-    #: Flat.
+    #: The table's words, flat.
     words: memoryview
-    #: Of each row, the stamp of the seat's table that it holds; None: zeros.
+    #: For each row, the stamp of the seat's table that it holds; None: zeros.
     stamps: list[object]
-    #: Rows that may hold a table.
+    #: Number of rows that may hold a table.
     used: int = 0
 
 
 class _Upload:
-    """A packed array of one executable, and what the rows of its page tables are copies of."""
+    """A packed array of one executable, with the state of its page tables."""
 
     def __init__(self, layout: UploadLayout, builder: BatchBuilder):
         self.packed = np.zeros(layout.size, np.int32)
         self.inputs = layout.split(self.packed)
         self._words = memoryview(self.packed)
-        #: (name, length, padding) of each field that is written anew.
+        #: (name, length, padding) of each field that every step writes anew.
         self._fresh: list[tuple[str, int, int]] = []
         length = 0
         for field in layout.fields:
@@ -408,7 +408,7 @@ class _Upload:
         self._pack_into = struct.Struct(f"{length}i").pack_into
         table = layout.slices["page_table"]
         size = table.stop - table.start
-        #: Of each cache group; the tables lie one behind the other.
+        #: The tables of all cache groups, one after the other.
         self.tables = [
             _UploadTable(
                 self._words[table.start + number * size : table.start + (number + 1) * size],
@@ -420,7 +420,7 @@ class _Upload:
             self._sampling = self._words[layout.slices["sampling"]].cast("B")
 
     def pack(self, rows: _StepRows) -> None:
-        """Write what is new in a step."""
+        """Write the fields that every step writes anew."""
         words = []
         end = 0
         for name, length, padding in self._fresh:
@@ -430,9 +430,9 @@ class _Upload:
         self._pack_into(self._words, 0, *words)
 
     def pack_sampling(self, seats: list[bytes]) -> None:
-        known = b"".join(seats)
-        self._sampling[: len(known)] = known
-        self._sampling[len(known) :] = bytes(len(self._sampling) - len(known))
+        packed = b"".join(seats)
+        self._sampling[: len(packed)] = packed
+        self._sampling[len(packed) :] = bytes(len(self._sampling) - len(packed))
 
     def pack_scores(self, rows: _StepRows) -> None:
         count = len(rows.score_rows)
@@ -443,12 +443,12 @@ class _Upload:
 
 
 class BatchBuilder:
-    """Packs plans; page tables and sampling parameters stay, so a step's cost does not grow with
-    the context.
+    """Packs plans into uploads. Page tables and sampling parameters stay between steps, so a step's
+    cost does not grow with the context.
 
-    Each executable has two arrays in turn, since the device may still read the last one. New values
-    are gathered in lists and converted once, and pages come from the seat's table, an array: beside
-    a device that is the same CPU caches are cold, and each numpy call costs several times as much.
+    Each executable has two arrays that alternate, since the device may still read the last one. New
+    values are gathered in lists and converted once, and pages are copied from the seats' tables: if
+    the device is the same CPU, caches are cold, and each numpy call costs several times as much.
     """
 
     def __init__(
@@ -464,9 +464,9 @@ class BatchBuilder:
         drafts: int = 0,
         draft_slots: int = 0,
     ):
-        """window_rows: as pool_rows, of the pools of the other cache groups. recurrent: sequences
-        have a state beside their pages (`Sequence.state`). drafts: of a sequence in a step at most;
-        draft_slots: the first of the slots that keep the states behind them, so many for each seat.
+        """window_rows: KV rows of the other cache groups' pools, as pool_rows. recurrent: sequences
+        have a recurrent state (`Sequence.state`). drafts: the most drafts of a sequence in a step.
+        draft_slots: the first slot for states after drafts; each seat has `drafts` such slots.
         """
         self.seats = seats
         self.recurrent = recurrent
@@ -475,15 +475,15 @@ class BatchBuilder:
         self.pages = pages_per_seat
         self.page_size = page_size
         self.pool_rows = pool_rows
-        #: The tables of each cache group, and those of all but the first.
+        #: The tables of all cache groups; below they are split into the first and the others.
         self.groups = [
             _SeatTables(seats, pages_per_seat, rows) for rows in (pool_rows, *window_rows)
         ]
         self._first, *self._windows = self.groups
-        #: Each seat's sampling parameters, and what the steps' programs get of them.
+        #: Each seat's sampling parameters, and those that the step's program gets.
         self._own_sampling = [b""] * seats
         self._sampling = [b""] * seats
-        #: Each seat's adapter; empty where there are none.
+        #: Each seat's adapter number; empty if the engine has no adapters.
         self._adapters = [0] * (seats if has_adapters else 0)
         self._layouts: dict[tuple[Bucket, bool], UploadLayout] = {}
         self._uploads: dict[tuple[Bucket, str], list[_Upload]] = {}
@@ -504,7 +504,7 @@ class BatchBuilder:
         return self._layouts[key]
 
     def empty(self, bucket: Bucket, greedy_only: bool) -> np.ndarray:
-        """The upload of a step without a row."""
+        """The upload of an empty step."""
         upload = _Upload(self.layout(bucket, greedy_only), self)
         rows = _StepRows()
         for tables in self._windows:
@@ -513,7 +513,8 @@ class BatchBuilder:
         return upload.packed
 
     def build(self, plan: Plan, greedy_only: bool) -> np.ndarray:
-        """Plan -> packed int32 array, valid until the executable's next but one is built.
+        """Pack a plan into an int32 array, which is valid until the next but one upload of the same
+        executable is built.
 
         greedy_only: for the executable without a sampler.
         """
@@ -543,8 +544,8 @@ class BatchBuilder:
         return upload.packed
 
     def build_decode_rows(self, rows: list[Chunk], bucket: Bucket) -> np.ndarray:
-        """As `build`, without a sampler, of some decode rows of the plan that was built last, for
-        a model whose layers all have the pages of the first cache group.
+        """Pack some decode rows of the plan that was built last, without a sampler, for a model
+        whose layers all use the pages of the first cache group.
         """
         upload = self._next_upload(bucket, "drafts")
         gathered = self._gather(rows, len(rows), bucket)
@@ -555,16 +556,16 @@ class BatchBuilder:
     def put_masked(
         self, upload: MaskedRows, place: int, masked: MaskedRow, mask: np.ndarray
     ) -> None:
-        """Put a row and its mask, int32 [ceil(V / 32)], in a place of an upload."""
+        """Write a row and its mask, int32 [ceil(V / 32)], to the index `place` of an upload."""
         head, seq, draft = upload.heads[place], masked.chunk.seq, masked.chunk.draft
         token = seq.drafts[draft - 1] if draft else 0
-        # Its position is known by now: that of the newest token, or of a draft behind it.
+        # The position is known by now: that of the newest token, or of a draft after it.
         head[:_HEAD] = len(seq.tokens) - 1 + draft, masked.seat, draft, token
         head[_HEAD:] = np.frombuffer(self._own_sampling[masked.seat], np.int32)
         upload.masks[place] = mask
 
     def _next_upload(self, bucket: Bucket, kind: Literal["greedy", "full", "drafts"]) -> _Upload:
-        """The one of an executable's two arrays that was used before the other."""
+        """Return the less recently used of an executable's two arrays."""
         key = bucket, kind
         both = self._uploads.get(key)
         if both is None:
@@ -574,7 +575,7 @@ class BatchBuilder:
         return both[0]
 
     def _board(self, seq: Sequence) -> None:
-        """Note the pages and sampling parameters of a sequence that took a seat."""
+        """Store the pages and sampling parameters of a sequence that took a seat."""
         self._first.board(seq.seat, seq.pages)
         for tables, held in zip(self._windows, seq.windows, strict=True):
             tables.board(seq.seat, held.pages)
@@ -585,21 +586,21 @@ class BatchBuilder:
             self._adapters[seq.seat] = seq.request.adapter
 
     def _feed(self, seq: Sequence) -> None:
-        """A seated sequence got one more page."""
+        """Add the new page of a seated sequence to its tables."""
         self._first.add(seq.seat, seq.pages[-1])
         for number, tables in enumerate(self._windows):
             tables.feed(seq.seat, seq.windows[number].pages)
 
     def _drop(self, seq: Sequence) -> None:
-        """Note that a seated sequence gave back its first pages."""
+        """Clear the first pages that a seated sequence gave back."""
         if seq.dropped:
             self._first.drop(seq.seat, seq.dropped)
         for tables, held in zip(self._windows, seq.windows, strict=True):
             tables.drop(seq.seat, held.dropped)
 
     def _gather(self, chunks: list[Chunk], n_decode: int, bucket: Bucket) -> _StepRows:
-        """Tokens, positions, KV rows and logit rows of every chunk, the first n_decode of which
-        decode; sampled tokens may be unknown yet.
+        """Gather tokens, positions, KV rows and logit rows of all chunks. The first n_decode chunks
+        are decode rows, whose tokens may not be known yet.
         """
         rows = self._decode_rows(chunks[:n_decode])
         for chunk in chunks[n_decode:]:
@@ -619,7 +620,7 @@ class BatchBuilder:
             seat, start = chunk.seq.seat, chunk.start
             if chunk.draft:
                 rows.tokens[number] = -1 - chunk.draft
-            elif start < len(chunk.seq.tokens):  # the device may have chosen another, see sit_out
+            elif start < len(chunk.seq.tokens):  # after sit_out the device may have another token
                 rows.tokens[number] = chunk.seq.tokens[start]
             token_seats.append(seat)
             positions.append(start)
@@ -632,7 +633,7 @@ class BatchBuilder:
         return rows
 
     def _add_prompt(self, rows: _StepRows, chunk: Chunk) -> None:
-        """The rows of a prompt chunk."""
+        """Add the rows of a prompt chunk."""
         seq = chunk.seq
         first = len(rows.tokens)
         rows.tokens += seq.tokens[chunk.start : chunk.end]
@@ -649,9 +650,9 @@ class BatchBuilder:
             rows.seats.append(seq.seat)
 
     def _add_write_rows(self, write_rows: list[int], chunk: Chunk) -> None:
-        """Where in the pool a prompt chunk's rows are written, page by page."""
+        """Add the KV rows to which a prompt chunk's rows are written, page by page."""
         if not chunk.seq.pages:
-            return  # an encoder's rows are not written, as those that pad a step
+            return  # an encoder's rows are not written
         self._add_rows_of_pages(write_rows, chunk, chunk.seq.pages)
 
     def _add_rows_of_pages(self, write_rows: list[int], chunk: Chunk, pages: list[int]) -> None:
@@ -665,7 +666,7 @@ class BatchBuilder:
     def _add_window_rows(
         self, rows: _StepRows, plan: Plan, number: int, tables: _SeatTables
     ) -> None:
-        """`_StepRows.window_rows` of one cache group, padded, and the pages that chunks got."""
+        """Add the padded `window_rows` of one cache group, and store the new pages of chunks."""
         page, width, flat = self.page_size, self.pages, tables.flat
         own = [
             flat[chunk.seq.seat * width + chunk.start // page] * page + chunk.start % page
@@ -679,8 +680,8 @@ class BatchBuilder:
         rows.window_rows += [tables.pool_rows] * (plan.bucket.tokens - len(own))
 
     def _add_slots(self, rows: _StepRows, plan: Plan) -> None:
-        """Where the state of each sequence is read and written; the arrays lack the pool's slot 0,
-        which belongs to no sequence. A sequence's drafts are further rows of it.
+        """Add the slots in which each sequence's state is read and written. The device's arrays
+        have no slot 0, which belongs to no sequence. Drafts count as further rows of a sequence.
         """
         room = _most_saves(plan.bucket, self._drafts)
         drafts: list[int] = []
@@ -700,8 +701,8 @@ class BatchBuilder:
             rows.state_ends += [rows.state_ends[-1]] * missing
 
     def _add_slots_of(self, rows: _StepRows, chunk: Chunk, drafts: int, room: int) -> None:
-        """The slots of one sequence; drafts: rows behind the chunk. room: states that are kept
-        within its rows at most.
+        """Add the slots of one sequence. drafts: number of draft rows after the chunk. room: the
+        most states stored within its rows.
         """
         held, page = chunk.seq.state, self.page_size
         assert held is not None
@@ -720,7 +721,7 @@ class BatchBuilder:
 
 
 def _add_scored(rows: _StepRows, chunk: Chunk, first: int) -> None:
-    """Rows of a prompt chunk that bring log-probabilities; first: its first row."""
+    """Add the rows of a prompt chunk that return log-probabilities; first: the chunk's row."""
     row = first + chunk.score_start - chunk.start
     target = chunk.score_start + 1
     rows.score_rows += range(row, row + chunk.scored)

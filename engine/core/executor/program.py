@@ -1,4 +1,4 @@
-"""The step as a pure function, and how it is lowered, for one device or several.
+"""The step as a pure function, and its lowering for one device or several.
 
 embed -> layers (write KV page, attend) -> rows that need logits -> sample -> tokens of each seat.
 """
@@ -55,23 +55,23 @@ _COLUMNS = PartitionSpec(None, TENSOR.name)
 #: Page table rows are padded to a multiple of this, so that kernels that read chunks of pages never
 #: run off them.
 _PAGE_CHUNK = 16
-#: Platform -> what XLA is told when it compiles a step. Once arguments fill 80 % of a GPU's memory,
-#: as a pool is meant to, XLA would compute products twice, the output head among them, to save
-#: temporaries: a decode step of 32 rows of an 8B model would touch 1.13 times the bytes that it
-#: must, not 1.07. And to merge small products of the same rows, such as a router's and a shared
-#: expert's, it would copy their weights side by side in every step.
+#: XLA's options for compiling a step, by platform. If arguments fill 80 % of a GPU's memory, as
+#: weights and pool are meant to, XLA would otherwise compute products twice, among them the output
+#: head, to save temporaries: a decode step of 32 rows of an 8B model would touch 1.13 times the
+#: necessary bytes, not 1.07. And to merge small products of the same rows, such as a router's and a
+#: shared expert's, it would copy their weights side by side in every step.
 _COMPILER_OPTIONS: dict[str, dict[str, str]] = {
     "gpu": {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_dot_merger_threshold_mb": "0"}
 }
-#: What may be in a CUDA graph: all that is by default, and the all-reduces between devices, two a
-#: layer, at each of which the step would else end one graph and begin another.
+#: Operations allowed in a CUDA graph: the default ones, and the all-reduces between devices. There
+#: are two a layer, and each would otherwise end one graph and begin another.
 _GRAPH_COMMANDS = (
     "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
 )
 
-#: Of a TPU that sums in halves: all-reduces from 1 MiB on go to its SparseCores, which alone do
-#: them beside a product, through main memory; and none waits for the next, to become one with it.
-#: Smaller ones, as in decode steps, stay in VMEM.
+#: Options for a TPU that sums in halves. All-reduces from 1 MiB on run on its SparseCores, through
+#: main memory, because only these can overlap a product; and no all-reduce is delayed to be merged
+#: with the next. Smaller ones, as in decode steps, stay in VMEM.
 _TPU_SUMS = {
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
     "xla_tpu_sparse_core_all_reduce_offload_min_size_in_bytes": str(1 << 20),
@@ -80,10 +80,10 @@ _TPU_SUMS = {
 
 #: An array, or its shape.
 type Shaped = Array | jax.ShapeDtypeStruct
-#: What runs a step, by the arguments and results of `Program.greedy_only` or `Program.full`;
-#: or what chooses behind one, by those of `Program.choose`.
+#: A callable that runs a step, with the arguments and results of `Program.greedy_only` or
+#: `Program.full`, or that chooses tokens after a step, with those of `Program.choose`.
 type StepCall = Callable[..., Any]
-#: From numbers of token rows, int32 [R], to their logits, float32 [R, V].
+#: Computes the logits, float32 [R, V], of token rows, int32 [R].
 type _LogitsOf = Callable[[Array], Array]
 
 
@@ -92,15 +92,15 @@ type _LogitsOf = Callable[[Array], Array]
 class DeviceState:
     """Everything a step replaces: arrays, or their shapes."""
 
-    #: What each layer keeps: a pool, or a `DeltaState`; nothing of an encoder.
+    #: Each layer's cache, a pool or a `DeltaState`; empty for an encoder.
     kv: list[Any]
-    seat_tokens: SeatTokens  #: what the next rows of seats read
-    seats: SeatState  #: what the sampler knows of each
-    #: The pools of a draft model's layers, if there is one.
+    seat_tokens: SeatTokens  #: tokens that the next rows of seats read
+    seats: SeatState  #: sampling state of each seat
+    #: The pools of a draft model's layers, if there is a draft model.
     draft_kv: list[Any] = field(default_factory=list[Any])
 
     def allocate(self, config: ModelConfig) -> DeviceState:
-        """Allocate the state of empty seats from shapes, each array where its shape says."""
+        """Allocate the initial state from shapes, each array with its shape's sharding."""
 
         def zeros(shape: Shaped) -> Array:
             return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
@@ -124,7 +124,7 @@ class DeviceState:
         )
 
     def _own_seats(self) -> int:
-        """Seats of one engine."""
+        """Number of seats of one engine."""
         last = self.seat_tokens.last
         if last.sharding is None:
             return last.shape[0]
@@ -136,25 +136,25 @@ class StateSizes:
     """The sizes of the arrays of `DeviceState`."""
 
     seats: int  #: M
-    n_pages: int  #: of the pool, the trash page included
-    page_size: int  #: positions
-    context_length: int  #: tokens a sequence may have
-    kv_dtype: DTypeLike  #: of the pools
+    n_pages: int  #: pages of the pool, the trash page included
+    page_size: int  #: positions of a page
+    context_length: int  #: the most tokens of a sequence
+    kv_dtype: DTypeLike  #: dtype of the pools
     logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
-    has_adapters: bool = False  #: steps are told each seat's adapter
+    has_adapters: bool = False  #: whether steps upload each seat's adapter
     #: Pages of each cache group but the first; empty: all layers share page tables.
     window_pages: tuple[int, ...] = ()
-    checkpoints: int = 0  #: slots of recurrent layers' state beside one for each seat
-    #: None: no tokens are drafted.
+    checkpoints: int = 0  #: slots for recurrent layers' state beside one for each seat
+    #: How tokens are drafted; None: not at all.
     drafting: Drafting | None = None
 
     @property
     def pages_per_seat(self) -> int:
-        """Pages of a sequence of the whole context."""
+        """Number of pages of a sequence with the whole context."""
         return -(-self.context_length // self.page_size)
 
     def builder(self, config: ModelConfig) -> BatchBuilder:
-        """Packs the uploads of an engine of this size and model."""
+        """A builder of uploads for an engine of these sizes and this model."""
         return BatchBuilder(
             seats=self.seats,
             pages_per_seat=-(-self.pages_per_seat // _PAGE_CHUNK) * _PAGE_CHUNK,
@@ -169,24 +169,24 @@ class StateSizes:
 
     @property
     def _most_drafts(self) -> int:
-        """Drafts of a sequence in a step at most."""
+        """The most drafts of a sequence in a step."""
         return 0 if self.drafting is None else self.drafting.count
 
     @property
     def group_pages(self) -> tuple[int, ...]:
-        """Pages of each cache group that has page tables of its own, the trash page included."""
+        """Pages of each cache group with page tables of its own, the trash page included."""
         return self.n_pages, *self.window_pages
 
     def with_pools(self, pools: PoolSizes) -> StateSizes:
-        """The same sizes with pools of these."""
+        """The same sizes with these pools."""
         first, *others = pools.pages
         return replace(
             self, n_pages=first, window_pages=tuple(others), checkpoints=pools.checkpoints
         )
 
     def pool(self, config: ModelConfig, kernels: Kernels, group: int = 0) -> tuple[int, ...]:
-        """Shape of one layer's pool on one device; config: of the layer (`ModelConfig.of_layer`),
-        and of one device (`ModelConfig.local`).
+        """Shape of one layer's pool on one device. config: the layer's (`ModelConfig.of_layer`), on
+        one device (`ModelConfig.local`).
         """
         n_pages = self.group_pages[group]
         if kernels.pool_shape is None:
@@ -209,23 +209,23 @@ class StateSizes:
         )
 
     def shapes(self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None) -> DeviceState:
-        """The state as shapes, placed on the mesh; of all engines on it. config: of one device."""
+        """Shapes of the state of all engines on the mesh, with shardings. config: one device's."""
         small = jax.eval_shape(
             lambda: (self._no_tokens(), SeatState.empty(self.seats, config.output_size))
         )
         seat_tokens, seats = jax.tree.map(lambda x: _shape_on(mesh, x.shape, x.dtype, WHOLE), small)
-        kept: list[Any] = []
+        caches: list[Any] = []
         if config.encoder is None:
             state = self._delta_state(config, mesh)
-            kept = [state] * config.n_layers
+            caches = [state] * config.n_layers
             for number, group in enumerate(config.cache_groups):
                 for layer in group.layers:
                     own = config.of_layer(layer)
-                    kept[layer] = self._placed_pool(own, kernels, mesh, number)
-        return DeviceState(kv=kept, seat_tokens=seat_tokens, seats=seats)
+                    caches[layer] = self._placed_pool(own, kernels, mesh, number)
+        return DeviceState(kv=caches, seat_tokens=seat_tokens, seats=seats)
 
     def _no_tokens(self) -> SeatTokens:
-        """Tokens of empty seats."""
+        """The initial seat tokens."""
         if self.drafting is None:
             return SeatTokens(jnp.zeros(self.seats, jnp.int32))
         return self.drafting.empty(self.seats, self.context_length, self.page_size)
@@ -233,7 +233,7 @@ class StateSizes:
     def _placed_pool(
         self, config: ModelConfig, kernels: Kernels, mesh: Mesh | None, group: int
     ) -> Any:
-        """The pool of a layer of this cache group, as a shape; config: of the layer."""
+        """The shape of a layer's pool, in this cache group. config: the layer's."""
         own = group if self.window_pages else 0
         pages, page, rows, width = self.pool(config, kernels, own)
         return _shape_on(mesh, (pages, page, rows * config.shards, width), self.kv_dtype, _POOL)
@@ -246,17 +246,17 @@ class StateSizes:
         shapes = config.recurrent.state_shapes(slots, config.shards)
         specs = (_TAPS, _MEMORY, WHOLE)
         placed = zip(shapes, DeltaState.dtypes, specs, strict=True)
-        kept: list[Any] = [
+        arrays: list[Any] = [
             shape and _shape_on(mesh, shape, dtype, spec) for shape, dtype, spec in placed
         ]
-        return DeltaState(*kept)
+        return DeltaState(*arrays)
 
 
 def _shape_on(
     mesh: Mesh | None, shape: Shape, dtype: DTypeLike, spec: PartitionSpec
 ) -> jax.ShapeDtypeStruct:
-    """A shape on the mesh, or on the default device; on a mesh of several engines each has its own
-    (`of_each_engine`).
+    """A shape on the mesh, or on the default device. On a mesh of several engines the first axis
+    has one part for each engine (`of_each_engine`).
     """
     if mesh is None:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -268,24 +268,24 @@ def _shape_on(
 
 
 class StepOutput(NamedTuple):
-    """The results of a step for the host, beside the state that it replaces."""
+    """The results of a step for the host, without the state that it replaces."""
 
-    #: int32 [S] of an all-greedy step, else `Sampled`.
+    #: Tokens int32 [S] of an all-greedy step, else `Sampled`.
     sampled: Array | Sampled
-    #: bool [S]: sequences with a row that is not finite; None without prompt rows: tokens tell.
+    #: bool [S]: sequences with a non-finite row; None without prompt rows: then tokens show it.
     broken: Array | None = None
-    #: `RowScores` of the scored prompt rows; None where there can be none.
+    #: `RowScores` of the scored prompt rows; None if the executable scores none.
     scores: RowScores | None = None
-    #: Of all rows, see `Program.left`.
+    #: Hidden states of all rows, see `Program.left`.
     hidden: Hidden | None = None
     #: See `Taken.guessed`.
     guessed: Array | None = None
-    #: [T, C]: what a prediction head reads of all rows; None where there is none.
+    #: [T, C]: values of all rows that a prediction head reads; None without a head.
     for_head: Array | None = None
 
 
 class Chosen(NamedTuple):
-    """The tokens chosen behind a step, under masks."""
+    """The tokens chosen after a step, under masks."""
 
     sampled: Sampled
     guessed: Array | None  #: see `Taken.guessed`
@@ -293,10 +293,10 @@ class Chosen(NamedTuple):
 
 
 def meta_of(inputs: Any, engines: int) -> AttentionMeta:
-    """The upload's metadata as arrays of their own (the maximum changes none of them).
+    """The upload's metadata as separate arrays; `maximum` only copies, it changes no value.
 
-    As slices, whose place moves from step to step, a GPU's graph would record their kernels anew in
-    every step. engines: those that share experts, or 1.
+    With slices, whose addresses change from step to step, a CUDA graph would record their kernels
+    anew in every step. engines: number of engines that share experts, or 1.
     """
     row_counts = None
     if engines > 1:
@@ -319,7 +319,7 @@ def meta_of(inputs: Any, engines: int) -> AttentionMeta:
 
 
 def _state_slots(inputs: Any) -> StateSlots | None:
-    """None where no layer is recurrent."""
+    """The slots of recurrent state; None if no layer is recurrent."""
     if not inputs.state_reads.size:
         return None
     slots = [inputs.state_reads, inputs.state_cuts, inputs.state_writes]
@@ -329,7 +329,7 @@ def _state_slots(inputs: Any) -> StateSlots | None:
 
 
 def _adapted(inputs: Any) -> Array | None:
-    """Each row's adapter, int32 [T]; None where there are none."""
+    """Each row's adapter, int32 [T]; None if the engine has no adapters."""
     if not inputs.seat_adapters.size:
         return None
     return inputs.seat_adapters[inputs.token_seats]
@@ -348,31 +348,31 @@ def _sampling_rows(layout: UploadLayout, inputs: Any, drafts: DraftRows | None) 
 class Program:
     """The step as a pure function of flat weights, for any bucket; its fields are constants.
 
-    On several devices each runs it with its share of `leaves` and `kv`.
+    On several devices each one runs it with its share of `leaves` and `kv`.
     """
 
-    #: Of the model, as `nnx.split` makes it; on several devices, of each one's share.
+    #: The model's graph from `nnx.split`; on several devices, the graph of one device's share.
     graph: nnx.GraphDef[Model]
-    treedef: Any  #: jax's PyTreeDef, of its weights
-    #: What it calls for each part.
+    treedef: Any  #: jax's PyTreeDef of the weights
+    #: The kernels that the model calls.
     kernels: Kernels
     mesh: Mesh | None = None  #: the devices it runs on; None: the default one
     logprobs: int = REQUEST_MOST.logprobs  #: alternatives that are computed for each token
-    pooling: Pooling | None = None  #: what vectors of prompts are made of; None: none are
-    encoder: bool = False  #: steps choose no token
-    leaves_normed: bool = False  #: steps leave all rows behind the final norm, for a head
-    kept: KeptPrograms | None = None  #: programs of earlier starts; None: none are kept
+    pooling: Pooling | None = None  #: how prompts' vectors are made; None: no vectors
+    encoder: bool = False  #: whether steps choose no token
+    leaves_normed: bool = False  #: whether steps return all rows after the final norm, for a head
+    kept: KeptPrograms | None = None  #: stored programs of earlier starts; None: none are stored
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Which columns of logits a device has."""
+        """Operations on the columns of logits that a device has."""
         if self.mesh is None or self.mesh.shape[TENSOR.name] == 1:
             return Vocabulary()
         return SplitVocabulary(self.mesh.shape[TENSOR.name], self.engines)
 
     @property
     def engines(self) -> int:
-        """Engines whose step this is."""
+        """Number of engines that run this step together."""
         return 1 if self.mesh is None else engines_of(self.mesh)
 
     @property
@@ -381,19 +381,19 @@ class Program:
         return self.mesh is not None and self.mesh.size > 1
 
     def model(self, leaves: list[Array]) -> Model:
-        """The model of these weights."""
+        """The model with these weights."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
     def forward(
         self, leaves: list[Array], kv: list[Array], inputs: Any
     ) -> tuple[_LogitsOf, Hidden, list[Array]]:
-        """inputs: with all tokens, see `SeatTokens.fill`. -> (from row numbers int32 [R] to their
-        logits, float32 [R, V], this device's columns of them if split; all rows behind the last
-        attention; kv)."""
+        """Run the model. inputs: with all tokens, see `SeatTokens.fill`. -> (function that computes
+        the logits of rows, with this device's columns if split; hidden states of all rows after the
+        last attention; kv)."""
         model = self.model(leaves)
         hidden, kv = model(inputs.tokens, kv, meta_of(inputs, self.engines), self.kernels)
         if self.leaves_normed:
-            # Once, for the rows that need logits, too.
+            # Only once, also for the rows that need logits.
             hidden = replace(hidden, normed=model.normed(hidden, self.kernels))
 
         def logits_of(rows: Array) -> Array:
@@ -409,7 +409,7 @@ class Program:
         seat_tokens: SeatTokens,
         packed: Array,
     ) -> tuple[list[Array], SeatTokens, StepOutput]:
-        """The all-greedy step: no sampler in it."""
+        """The all-greedy step, without a sampler."""
         inputs, drafts = seat_tokens.fill(layout.split(packed))
         logits_of, hidden, kv = self.forward(leaves, kv, inputs)
         logits = logits_of(inputs.logit_rows)
@@ -448,8 +448,8 @@ class Program:
         seats: SeatState,
         packed: Array,
     ) -> tuple[list[Array], SeatTokens, SeatState, StepOutput, Array]:
-        """The step with every sampling option; it leaves logits float32 [S, V] for `choose`. Split,
-        each device samples from its columns, and all choose alike.
+        """The step with every sampling option; it returns logits float32 [S, V] for `choose`. On
+        several devices each one samples from its columns, and all choose the same tokens.
         """
         inputs, drafts = seat_tokens.fill(layout.split(packed))
         logits_of, hidden, kv = self.forward(leaves, kv, inputs)
@@ -479,13 +479,14 @@ class Program:
         return Sampler(self.kernels.threshold, self.logprobs, self.vocabulary)
 
     def left(self, hidden: Hidden, bucket: Bucket) -> Hidden | None:
-        """The hidden states of a step as it leaves them for `pool`."""
+        """The hidden states that a step returns for `pool`; None if it pools nothing."""
         pools = self.pooling is not None and not bucket.decode_only
         return hidden.bare if pools else None
 
     def pool(self, leaves: list[Array], hidden: Hidden, cu_q: Array) -> Array:
-        """Rows of a step for vectors of prompts, cu_q int32 [S + 1] -> float32 [S, E]: the sum of
-        normed hidden states (mean), the last, the first (cls), or logits of the first (classify).
+        """A step's part of each prompt's vector, float32 [S, E]: the sum of normed hidden states
+        (mean), the last one, the first one (cls), or the first one's logits (classify). cu_q: int32
+        [S + 1].
         """
         model = self.model(leaves)
         if self.pooling == "classify":
@@ -508,7 +509,7 @@ class Program:
         *,
         has_adapters: bool,
     ) -> jax.stages.Lowered:
-        """`pool` behind a step of this bucket; width, dtype: of the hidden states."""
+        """Lower `pool` for steps of this bucket. width, dtype: of the hidden states."""
         states: Any = self.whole((bucket.tokens, width), dtype)
         adapted: Any = None
         if has_adapters:
@@ -531,13 +532,15 @@ class Program:
         heads: Array,
         masks: Array,
     ) -> tuple[SeatTokens, SeatState, Chosen]:
-        """The tokens of rows under masks, behind a step: logits float32 [R, V], `MaskedRows`."""
+        """Choose the tokens of rows under masks, after a step. logits: float32 [R, V]; heads,
+        masks: see `MaskedRows`.
+        """
         own = MaskedHeads.of(heads)
         drafts = seat_tokens.draft_rows(own.numbers, own.drafts)
         rows = SamplingRows(own.params, own.positions, own.seats, drafts)
         allowed = unpack_masks(masks, seats.counts.shape[1])
         chosen = self.sampler.sample(logits, rows, seats, allowed)
-        # A row that is not finite may be so where the mask hides it.
+        # Checked before masking: the mask may hide the values that are not finite.
         finite = jnp.isfinite(self.vocabulary.largest(logits)[:, 0])
         tokens = jnp.where(finite, chosen.tokens, -1)
         taken = seat_tokens.take(own.seats, own.positions, drafts, tokens)
@@ -548,28 +551,28 @@ class Program:
     def lower(
         self, layout: UploadLayout, leaves: Sequence[Shaped], state: DeviceState
     ) -> jax.stages.Lowered:
-        """The step of one executable, for weights and state as arrays or shapes; all of the state
-        is donated, so addresses stay the same from step to step."""
+        """Lower the step of one executable, for weights and state as arrays or shapes. All state is
+        donated, so addresses stay the same from step to step."""
         packed = self.whole((layout.size,), jnp.int32)
-        kept = jax.tree.map(lambda x: x.sharding.spec, state.kv) if self.split else None
+        cache_specs = jax.tree.map(lambda x: x.sharding.spec, state.kv) if self.split else None
         if layout.greedy_only:
             step = partial(self.encode if self.encoder else self.greedy_only, layout)
             args = leaves, state.kv, state.seat_tokens, packed
-            results = kept, WHOLE, WHOLE
+            results = cache_specs, WHOLE, WHOLE
         else:
             step = partial(self.full, layout)
             args = leaves, state.kv, state.seat_tokens, state.seats, packed
-            results = kept, WHOLE, WHOLE, WHOLE, _COLUMNS
+            results = cache_specs, WHOLE, WHOLE, WHOLE, _COLUMNS
         if self.split:
             step = self.on_every_device(step, args, results)
         return jax.jit(step, donate_argnums=tuple(range(1, len(args) - 1))).lower(*args)
 
     def lowered(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Lowered:
-        """A program of this engine, as it is kept or as `lower` makes it."""
+        """A program of this engine, from the store or made by `lower`."""
         return lower() if self.kept is None else self.kept.lowered(name, lower)
 
     def compile(self, lowered: Lowered) -> jax.stages.Compiled:
-        """Compile a program as the engine runs it here."""
+        """Compile a program with this engine's options."""
         return compilations.timed(lambda: lowered.compile(self.compiler_options))
 
     @property
@@ -579,7 +582,7 @@ class Program:
         return _compiler_options(platform, self.split, halves)
 
     def lower_choose(self, rows: int, state: DeviceState) -> jax.stages.Lowered:
-        """`choose` for so many rows."""
+        """Lower `choose` for `rows` rows."""
         vocab = state.seats.counts.shape[1]
         args = (
             _shape_on(self.mesh, (rows, vocab), jnp.float32, _COLUMNS),
@@ -594,8 +597,8 @@ class Program:
         return jax.jit(choose, donate_argnums=(1, 2)).lower(*args)
 
     def lower_pick(self, logit_rows: int, rows: int, state: DeviceState) -> jax.stages.Lowered:
-        """The program that picks `rows` of a step's logits for `choose`; surplus numbers are
-        clipped.
+        """Lower the program that picks `rows` of a step's logits for `choose`; indices beyond the
+        end are clipped.
         """
         vocab = state.seats.counts.shape[1]
         logits = _shape_on(self.mesh, (logit_rows, vocab), jnp.float32, _COLUMNS)
@@ -606,15 +609,16 @@ class Program:
         return jax.jit(pick).lower(*args)
 
     def whole(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """The shape of an array that every device has."""
+        """The shape of an array that every device has in full."""
         return _shape_on(self.mesh, shape, dtype, WHOLE)
 
     def on_every_device(self, step: Callable[..., Any], args: Any, results: Any) -> Any:
-        """A function that each device runs with its share of the arguments. args: as shapes on the
-        mesh. results: how each result, or a tree of them, is split over the devices of an engine.
+        """Wrap a function so that each device runs it with its share of the arguments. args: shapes
+        on the mesh. results: specs (or trees of them) of how results are split over the devices of
+        an engine.
         """
-        # Unchecked: kernels are opaque to the analysis that would prove the results alike on all
-        # devices.
+        # Unchecked: the analysis that would prove the results equal on all devices cannot see into
+        # kernels.
         assert self.mesh is not None
         return jax.shard_map(
             step,
@@ -626,7 +630,7 @@ class Program:
 
 
 def _first_rows(hidden: Hidden, cu_q: Array) -> Array:
-    """The first row of each sequence, int32 [S]; any row of one that is absent."""
+    """The first row of each sequence, int32 [S]; any row for an absent sequence."""
     return jnp.minimum(cu_q[:-1], hidden.states.shape[0] - 1)
 
 
