@@ -1,9 +1,9 @@
 """Drafts by a second, small model of the same vocabulary (speculative decoding, Leviathan et al.
 2023), in programs that run before a step.
 
-The draft model has the target's page tables and as many pages, in pools of its own. It reads every
-row that the target computes, so its pages of a prefix are there wherever the target's are. Before a
-step that checks drafts it writes as many, one after the other, each the likeliest token.
+The draft model uses the target's page tables, with the same number of pages in its own pools. It
+reads every row that the target computes, so it has the pages of every prefix that the target has.
+Before a step that checks drafts it writes them one after the other, each the likeliest token.
 
 Axes: M seats, T token rows and S sequences of the bucket, K drafts, P pages of a sequence.
 """
@@ -33,44 +33,44 @@ from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.plan import Plan
 from jitney.kernels.interface import Kernels
 
-#: No numbers.
+#: An empty array.
 _NOTHING = np.zeros(0, np.int32)
 
 
 class DraftModel(NamedTuple):
-    """A draft model with its weights, on a mesh in shares, and its kernels."""
+    """A draft model with its weights (on a mesh, split into shares) and its kernels."""
 
     model: Model
     kernels: Kernels
 
     def sizes(self, target: StateSizes) -> StateSizes:
-        """The sizes of its pools, given the target's: all its layers share the pages of the first
-        cache group.
+        """The sizes of its pools from the target's. All its layers share the page tables of the
+        target's first cache group.
         """
         return replace(target, kv_dtype=self.model.dtype, window_pages=(), checkpoints=0)
 
     def page_bytes(self, target: StateSizes) -> int:
-        """Bytes of a page in all its layers, on one device."""
+        """Bytes of a page in all its layers on one device."""
         return sum(self.sizes(target).page_bytes(self.model.config, self.kernels))
 
     @property
     def reads_normed(self) -> bool:
-        """It reads the target's hidden states behind the final norm, not only its tokens."""
+        """Whether it reads the target's hidden states after the final norm, not only tokens."""
         return False
 
     def programs(self, sizes: StateSizes, target: Program, leaves: list[Array]) -> DraftPrograms:
-        """The programs that run it; sizes, target, leaves: the target's."""
+        """The programs that run it. sizes, target, leaves: those of the target model."""
         return DraftPrograms(self, sizes, target.mesh)
 
 
 class DraftUpload(NamedTuple):
-    """The rows that drafts follow, packed as a decode step of their own."""
+    """The rows after which drafts are made, packed as a decode step of their own."""
 
     bucket: Bucket
     packed: np.ndarray
     count: int  #: the most drafts of a sequence
-    #: Of a prediction head alone: int32 [S], drafts of each row's sequence; and of the step's
-    #: bucket int32 [S], the token behind each of its sequences' rows, -1 where the device has it.
+    #: Only for a prediction head: int32 [S], number of drafts of each row's sequence; and int32 [S]
+    #: of the step's bucket, the token after each sequence's rows, -1 if only the device has it.
     widths: np.ndarray = _NOTHING
     behind: np.ndarray = _NOTHING
 
@@ -78,7 +78,7 @@ class DraftUpload(NamedTuple):
 class DraftPrograms:
     """The compiled programs of a draft model, and its weights. mesh: the target's."""
 
-    #: Bytes that the target's steps leave for it of each row.
+    #: Bytes per row that the target's steps return for it.
     row_bytes = 0
 
     def __init__(self, draft: DraftModel, target: StateSizes, mesh: Mesh | None):
@@ -88,7 +88,7 @@ class DraftPrograms:
         self._program = Program(graph, treedef, draft.kernels, mesh)
         #: The shapes of its pools, for `DeviceState.draft_kv`.
         self.pools = draft.sizes(target).shapes(draft.model.config, draft.kernels, mesh).kv
-        #: By bucket of the target's steps, what reads their rows; and by decode bucket what drafts.
+        #: Programs that read a step's rows, by the step's bucket; and that draft, by decode bucket.
         self._reads: dict[Bucket, jax.stages.Compiled] = {}
         self._drafts: dict[Bucket, jax.stages.Compiled] = {}
         self._layouts: dict[Bucket, UploadLayout] = {}
@@ -102,8 +102,8 @@ class DraftPrograms:
         state: DeviceState,
         report: Callable[[int, str], None],
     ) -> None:
-        """Compile all programs. layout_of: of the target's steps. state: its shapes. report: called
-        with the number of programs done and the last one's name.
+        """Compile all programs. layout_of: layouts of the target's steps. state: shapes of the
+        state. report: called with the number of programs done and the last one's name.
         """
         self._layouts = {bucket: layout_of(bucket, True) for bucket in buckets.all()}
         kinds = [("read", self._reads, bucket) for bucket in buckets.all()]
@@ -117,13 +117,11 @@ class DraftPrograms:
             report(number + 1, f"{bucket} {kind}")
 
     def count(self, buckets: Buckets) -> int:
-        """How many programs steps of these buckets need."""
+        """Number of programs for steps of these buckets."""
         return len(buckets.all()) + len(self.drafting(buckets))
 
     def drafting(self, buckets: Buckets) -> list[Bucket]:
-        """Those that drafts are written in: a row for each sequence, of as many as there are
-        seats.
-        """
+        """The buckets of the drafting programs: one row for each sequence, up to all seats."""
         return [bucket for bucket in buckets.decode if bucket.seats <= buckets.seats]
 
     def _lower_read(self, bucket: Bucket, state: DeviceState) -> jax.stages.Lowered:
@@ -140,8 +138,8 @@ class DraftPrograms:
         args = self.leaves, state.draft_kv, state.seat_tokens, upload, *more
         step = partial(function, program, layout)
         if program.split:
-            kept = jax.tree.map(lambda x: x.sharding.spec, state.draft_kv)
-            step = program.on_every_device(step, args, (kept, WHOLE))
+            cache_specs = jax.tree.map(lambda x: x.sharding.spec, state.draft_kv)
+            step = program.on_every_device(step, args, (cache_specs, WHOLE))
         return jax.jit(step, donate_argnums=(1, 2)).lower(*args)
 
     @property
@@ -153,8 +151,8 @@ class DraftPrograms:
             yield f"{bucket} draft", program
 
     def pack(self, plan: Plan, buckets: Buckets, builder: BatchBuilder) -> DraftUpload | None:
-        """The rows of a plan that drafts follow; None: no sequence checks any. Called behind
-        `BatchBuilder.build` of the same plan.
+        """Pack the rows of a plan after which drafts are made; None if no sequence checks drafts.
+        Call it after `BatchBuilder.build` of the same plan.
         """
         decoding = plan.chunks[: plan.n_decode]
         count = max((row.draft for row in decoding), default=0)
@@ -179,12 +177,12 @@ class DraftPrograms:
     def drafted(self, state: DeviceState) -> Array:
         """The drafts of all seats, int32 [M, K]: a copy, since the next step replaces them."""
         tokens = state.seat_tokens
-        assert isinstance(tokens, DraftedTokens)  # of an engine that speculates
+        assert isinstance(tokens, DraftedTokens)  # always so in an engine that speculates
         return self._copied(tokens.drafts)
 
     def read(self, bucket: Bucket, packed: Any, state: DeviceState) -> None:
-        """Read the rows of the next step, and note what the model expects behind each; replaces
-        the donated state. packed: the step's upload.
+        """Read the rows of the next step, and store the token that the model expects after each;
+        replaces the donated state. packed: the step's upload.
         """
         state.draft_kv, state.seat_tokens = self._reads[bucket](
             self.leaves,
@@ -194,22 +192,22 @@ class DraftPrograms:
         )
 
     def warm_up(self, buckets: Buckets, builder: BatchBuilder, state: DeviceState) -> None:
-        """Run every program that drafts, without a row."""
+        """Run every drafting program on an empty batch."""
         for bucket in self.drafting(buckets):
             widths = np.zeros(bucket.seats, np.int32)
             self.draft(DraftUpload(bucket, builder.empty(bucket, True), 1, widths), state)
         self.drafted(state)
 
     def take(self, for_head: Array | None) -> None:
-        """Take what the step that was read last left, see `StepOutput.for_head`."""
+        """Store `StepOutput.for_head` of the step that was read last."""
 
     def forget(self) -> None:
-        """The device's state is made anew."""
+        """Drop data of launched steps, because the device state is allocated anew."""
 
 
 def own_inputs(inputs: Any) -> Any:
-    """A step's upload without what only the target has: adapters, recurrent state, pages of other
-    cache groups.
+    """A step's upload without the fields that only the target uses: adapters, recurrent state,
+    pages of other cache groups.
     """
     names = (
         "seat_adapters",
@@ -232,7 +230,7 @@ def _read(
 ) -> tuple[list[Array], DraftedTokens]:
     """See `DraftPrograms.read`."""
     inputs, drafts = seat_tokens.fill(layout.split(packed))
-    assert drafts is not None  # of an engine that speculates
+    assert drafts is not None  # always so in an engine that speculates
     logits_of, _, kv = program.forward(leaves, kv, own_inputs(inputs))
     expected = program.vocabulary.greedy(logits_of(inputs.logit_rows))
     return kv, seat_tokens.expect(inputs.seats, drafts, expected)
@@ -247,8 +245,8 @@ def _draft(
     packed: Array,
     count: Array,
 ) -> tuple[list[Array], DraftedTokens]:
-    """See `DraftPrograms.draft`; count: int32 []. A sequence that checks fewer drafts than others,
-    or has no page for them, writes into the trash page, and its other drafts mean nothing.
+    """See `DraftPrograms.draft`. count: int32 []. A sequence that checks fewer drafts than others,
+    or that has no page for them, writes to the trash page; its surplus drafts are not used.
     """
     filled, _ = seat_tokens.fill(layout.split(packed))
     first = own_inputs(filled)

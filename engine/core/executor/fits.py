@@ -41,26 +41,26 @@ def context_of(config: Config, model: ModelConfig) -> int:
     """Tokens a sequence may have. An encoder's text has no more than a step has rows. Raises
     ConfigError for more than the model was trained for.
     """
-    wanted, budget = config.model.context, config.engine.token_budget
-    if wanted > model.context_length:
-        raise ConfigError(f"context {wanted} is more than the model's {model.context_length}")
+    context, budget = config.model.context, config.engine.token_budget
+    if context > model.context_length:
+        raise ConfigError(f"context {context} is more than the model's {model.context_length}")
     if model.encoder is None:
-        return wanted or model.context_length
-    if wanted > budget:
+        return context or model.context_length
+    if context > budget:
         raise ConfigError(
-            f"context {wanted} is more than token_budget {budget}: an encoder computes a text in "
+            f"context {context} is more than token_budget {budget}: an encoder computes a text in "
             "one step; set token_budget to as much"
         )
-    return wanted or min(model.context_length, budget)
+    return context or min(model.context_length, budget)
 
 
 def _check_cpu_devices(engine: EngineSection) -> None:
     forced = _XLA_DEVICES.search(os.environ.get("XLA_FLAGS", ""))
     there = forced[1] if forced else os.environ.get(_CPU_DEVICES, "1")
-    wanted = engine.devices_here
-    if there.isdecimal() and int(there) < wanted:
+    n_devices = engine.devices_here
+    if there.isdecimal() and int(there) < n_devices:
         raise ConfigError(
-            f"tensor_parallel {engine.tensor_parallel} needs {wanted} devices here, and this "
+            f"tensor_parallel {engine.tensor_parallel} needs {n_devices} devices here, and this "
             f"machine's CPU is {there}: leave it at 1"
         )
 

@@ -1,12 +1,13 @@
-"""Steps that others take part in: hosts that run one engine, or engines that share experts.
+"""Runners for several hosts that run one engine, and for several engines that share experts.
 
-Several hosts run one program over one mesh. The first one's runner sends `run`, `board` and
-`run_choice` before it does them, and the others follow; only it fetches the results. Loading,
-compiling and warming up happen on every host in the same order without messages.
+Several hosts run one program over one mesh. The leader's runner sends `run`, `board` and
+`run_choice` as messages before it executes them, and the followers execute them too; only the
+leader fetches results. Loading, compiling and warming up happen on every host in the same order
+without messages.
 
 The step of several engines is one program over all devices. Each engine has its own scheduler,
-seats, pages and row of the mesh, uploads its own rows and reads its own results. Boarding and
-choosing under masks are each engine's alone.
+seats, pages and row of the mesh, uploads its own rows and reads its own results. Each engine does
+boarding and choosing under masks alone.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from jitney.engine.core.scheduler.plan import Plan
 
 
 class _RunnerWithOthers(Runner):
-    """The runner of a host whose steps other hosts take part in."""
+    """A runner whose steps other hosts take part in."""
 
     def restore(self, error: Exception) -> None:
-        """A step may have failed on some hosts only, so all of them start anew."""
+        """Raise EngineDead: the step may have failed on some hosts only, so all start anew."""
         raise EngineDead(
             f"a step failed ({type(error).__name__}), and several hosts do not go on after that"
         ) from error
@@ -67,7 +68,7 @@ class LeaderRunner(_RunnerWithOthers):
     _hosts: Leader | None = None
 
     def lead(self, hosts: Leader) -> None:
-        """From here on say what is done."""
+        """Send the steps to these hosts from now on."""
         self._hosts = hosts
 
     def _send(self, message: messages.Command) -> None:
@@ -95,19 +96,19 @@ class LeaderRunner(_RunnerWithOthers):
 
 
 class Follower:
-    """One of the other hosts, while it serves."""
+    """A follower: executes the leader's steps on another host."""
 
     def __init__(self, runner: Runner, adapters: WorkerAdapters | None = None):
         self._runner = runner
-        #: None where there are none, nor room for any.
+        #: None if the engine has no adapters and no room for any.
         self.adapters = adapters
-        #: Logits of the step that was run last, if it leaves any.
+        #: Logits of the last step, if it returns any.
         self._logits: Array | None = None
-        #: Its output, which is not read but says when the step is done.
+        #: Output of the last step; it is not read, only awaited.
         self._output: StepOutput | None = None
 
     def do(self, message: messages.Message) -> None:
-        """Do what the first host does."""
+        """Execute a message of the leader."""
         match message:
             case Step():
                 self._run(message)
@@ -128,7 +129,9 @@ class Follower:
                 raise ConnectionError(f"host 0 said {message} where a step was expected")
 
     def _run(self, step: Step) -> None:
-        """Launch it, then wait for the step before: the host stays one step ahead of its device."""
+        """Launch a step, then wait for the one before: the host stays one step ahead of its
+        device.
+        """
         bucket = Bucket(step.tokens, step.seats)
         before = self._output
         self._output, self._logits = self._runner.run(
@@ -140,7 +143,7 @@ class Follower:
         numbers = None
         if choice.numbers is not None:
             numbers = choice.numbers.unpacked()
-        assert self._logits is not None  # host 0 only chooses behind a step that leaves them
+        assert self._logits is not None  # host 0 only chooses after a step that returns them
         upload = MaskedRows(choice.heads.unpacked(), choice.masks.unpacked())
         self._runner.run_choice(self._logits, numbers, upload)
 
@@ -152,7 +155,7 @@ def _size_of(plan: Plan) -> StepSize:
 
 
 def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
-    """The bucket of a step that holds those of all engines."""
+    """The bucket that holds a step of this size, the largest of all engines' steps."""
     return buckets.choose(
         tokens=size.tokens,
         sequences=size.seats,
@@ -162,29 +165,30 @@ def _bucket_of(size: StepSize, buckets: Buckets) -> Bucket:
 
 
 class LockstepRunner(_RunnerWithOthers):
-    """The runner of one of the engines. `join` is called after `compile`, before the first step.
+    """The runner of one of several engines that share experts. `join` is called after `compile`,
+    before the first step.
 
-    Compiling, warming up and the steps themselves are the same on all of them, in the same order.
+    All engines compile, warm up and run steps in the same order.
     """
 
-    #: Output of the last step without a row, which is not read but says when it is done.
+    #: Output of the last empty step; it is not read, only awaited.
     _last: Any = None
 
     def join(self, barrier: StepBarrier) -> None:
-        """From here on run steps when all do."""
-        #: How this engine agrees with the others.
+        """Run steps together with the other engines from now on."""
+        #: The barrier at which the engines agree on each step.
         self.barrier = barrier
-        #: Uploads of steps without a row.
+        #: Uploads of empty steps.
         self._empty: dict[tuple[Bucket, bool], np.ndarray] = {}
 
     def batch(self, plan: Plan) -> Any:
-        """Agree upon the step's size, and pack the plan into it."""
+        """Agree on the step's size, and pack the plan for it."""
         plan.bucket, greedy_only = self._agree(_size_of(plan))
         return self.pack(plan, greedy_only)
 
     def run_empty_step(self) -> None:
-        """Run a step in which others have rows and this engine has none; then wait for the one
-        before: the host is to be a step ahead of its device, and no more.
+        """Run a step in which only other engines have rows. Then wait for the step before, so that
+        the host is only one step ahead of its device.
         """
         bucket, greedy_only = kind = self._agree(None)
         if kind not in self._empty:
@@ -194,7 +198,7 @@ class LockstepRunner(_RunnerWithOthers):
         jax.block_until_ready(before)
 
     def _agree(self, size: StepSize | None) -> tuple[Bucket, bool]:
-        """Which executable all run now; size: of what this engine wants to run."""
+        """Agree on the executable that all engines run now. size: of this engine's own step."""
         agreed = self.barrier.agree(size)
         bucket = _bucket_of(agreed, self.programs.buckets)
         return bucket, self.programs.runs_greedy_only(bucket, agreed.greedy_only)
@@ -202,7 +206,7 @@ class LockstepRunner(_RunnerWithOthers):
     @property
     def _own_mesh(self) -> Mesh:
         mesh = self.programs.beside.mesh
-        assert mesh is not None  # it has one of all engines
+        assert mesh is not None  # several engines always have a mesh
         return mesh
 
     def run(self, bucket: Bucket, greedy_only: bool, packed: Any) -> tuple[StepOutput, Any]:
@@ -225,7 +229,7 @@ class LockstepRunner(_RunnerWithOthers):
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
-        """Inside, the seats' state is this engine's part of the arrays of all engines."""
+        """Inside, the seats' state is only this engine's part of the arrays of all engines."""
         state, mesh = self.state, self._own_mesh
         both = state.seat_tokens, state.seats
         state.seat_tokens, state.seats = jax.tree.map(lambda array: _own_part(array, mesh), both)
@@ -250,6 +254,6 @@ def _own_part(array: Array, mesh: Mesh) -> Array:
 
 
 def _of_all(own: Array, shape: jax.ShapeDtypeStruct) -> Array:
-    """The array of all engines, of which this one's is `own`: where it lies. shape: of all."""
+    """The array of all engines, with `own` as this engine's part. shape: of the whole array."""
     assert shape.sharding is not None
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, _pieces(own))

@@ -78,10 +78,10 @@ class KeptPrograms:
         digest = hashlib.sha256()
         for fact in (*_machine(device), _code(), *facts):
             digest.update(_ADDRESS.sub("", repr(fact)).encode() + b"\0")
-        kept = cls(programs / _FOLDER / digest.hexdigest()[:32], device, writes)
+        store = cls(programs / _FOLDER / digest.hexdigest()[:32], device, writes)
         if writes:
-            kept._renew()
-        return kept
+            store._renew()
+        return store
 
     def _renew(self) -> None:
         """Make the folder the newest one, and remove the oldest beyond `_MOST_KEYS`."""

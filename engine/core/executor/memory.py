@@ -312,7 +312,7 @@ def available_host_bytes() -> int:
         text = Path("/proc/meminfo").read_text()
     except OSError:
         return _UNKNOWN
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    if found is None:
+    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    if match is None:
         return _UNKNOWN
-    return int(found[1]) * 1024
+    return int(match[1]) * 1024

@@ -1,14 +1,14 @@
 """Drafts by a head of the model (`jitney.engine.core.models.prediction`), in programs that run
 between steps.
 
-The head has the target's page tables and as many pages, in a pool of its own: row j reads hidden
-state j and token j + 1, and is kept at position j. It reads a step's rows when the next step is
-launched, since only then all tokens behind them are chosen; so each sequence has one draft. Where
-the next step checks drafts, the head goes on from its own hidden states, to one more than are
-checked, by which the scheduler learns whether more would be right.
+The head uses the target's page tables, with the same number of pages in its own pool: row j reads
+hidden state j and token j + 1, and is stored at position j. It reads a step's rows when the next
+step is launched, since only then all tokens after them are chosen; so each sequence has one draft.
+If the next step checks drafts, the head continues from its own hidden states, to one draft more
+than is checked, from which the scheduler learns whether more would be right.
 
-The last row of a page reads the first token of the next page. Behind a prefix that was found in
-pages that may be another token than the one that was read: drafts there are a little worse.
+The last row of a page reads the first token of the next page. After a prefix that was found in
+pages, the real token may differ from the one that was read: drafts there are a little worse.
 
 Axes: M seats, T token rows and S sequences of the bucket, K drafts, E embed.
 """
@@ -39,7 +39,7 @@ from jitney.engine.core.models.prediction import PredictionHead
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.plan import Chunk, Plan
 
-#: In the place of the token behind a sequence's rows: the device has it.
+#: Value instead of the token after a sequence's rows: only the device has it.
 _CHOSEN = -1
 
 
@@ -58,17 +58,17 @@ class HeadModel(DraftModel):
 
 @dataclass
 class _Step:
-    """A step that was launched, and that the head has not read."""
+    """A launched step that the head has not read yet."""
 
     bucket: Bucket
-    packed: np.ndarray  #: its upload, without what only some executables have
-    before: DraftedTokens  #: what its rows read
+    packed: np.ndarray  #: its upload, without the parts that only some executables have
+    before: DraftedTokens  #: seat tokens before the step, which its rows read
     behind: np.ndarray  #: see `DraftUpload`
     for_head: Array | None = None  #: see `StepOutput.for_head`
 
 
 class _HeadPrograms(DraftPrograms):
-    """See `DraftPrograms`. target, target_leaves: the model whose head it is."""
+    """Programs of a prediction head. target, target_leaves: the model that the head belongs to."""
 
     def __init__(
         self, head: HeadModel, sizes: StateSizes, target: Program, target_leaves: list[Array]
@@ -76,19 +76,19 @@ class _HeadPrograms(DraftPrograms):
         super().__init__(head, sizes, target.mesh)
         self._target, self._target_leaves = target, target_leaves
         drafting = sizes.drafting
-        assert drafting is not None  # of an engine that speculates
-        #: Drafts beside the first.
+        assert drafting is not None  # always so in an engine that speculates
+        #: The most drafts after the first.
         self._more = drafting.count - 1
         config, dtype = head.model.config, head.model.dtype
         states = self._program.whole((sizes.seats, config.hidden_size), dtype)
-        #: Numbers of a row of the target that it reads.
+        #: Size of the part of a target's row that the head reads.
         self._read_size = config.hidden_size if config.eagle3 is None else config.eagle3.read_size
         self.row_bytes = self._read_size * dtype.itemsize
-        #: Behind its pool the hidden state [M, E] that the first draft of each seat came from.
+        #: Its pool, then the hidden states [M, E] from which each seat's first draft was made.
         self.pools = [*self.pools, states]
         self._pool_rows = sizes.n_pages * sizes.page_size
         self._copy = jax.jit(partial(jax.tree.map, jnp.copy))
-        #: The last step, and of the next one `DraftUpload.behind`.
+        #: The last step, and `DraftUpload.behind` of the next step.
         self._unread: _Step | None = None
         self._behind: np.ndarray | None = None
 
@@ -110,7 +110,7 @@ class _HeadPrograms(DraftPrograms):
         return self._lower(step, bucket, state, *more)
 
     def pack(self, plan: Plan, buckets: Buckets, builder: BatchBuilder) -> DraftUpload:
-        """See `DraftPrograms.pack`; there is one of every plan."""
+        """See `DraftPrograms.pack`; every plan has an upload."""
         behind = np.full(plan.bucket.seats, _CHOSEN, np.int32)
         tokens = [_token_behind(chunk) for chunk in plan.prompt_chunks]
         behind[plan.n_decode : len(plan.chunks)] = tokens
@@ -145,12 +145,12 @@ class _HeadPrograms(DraftPrograms):
             )
 
     def read(self, bucket: Bucket, packed: Any, state: DeviceState) -> None:
-        """Note the next step, whose rows are read when the one behind it is launched."""
+        """Store the next step; its rows are read when the step after it is launched."""
         self._read_last(state)
         behind, self._behind = self._behind, None
         if behind is None:
             behind = np.full(bucket.seats, _CHOSEN, np.int32)
-        # Of its own: the upload is written anew while a device may still read this.
+        # Copied, because the upload is overwritten while a device may still read this.
         own = packed[: self._layouts[bucket].size].copy()
         self._unread = _Step(bucket, own, self._copy(state.seat_tokens), behind)
 
@@ -181,7 +181,7 @@ class _HeadPrograms(DraftPrograms):
 
 
 def _token_behind(chunk: Chunk) -> int:
-    """See `DraftUpload.behind`. Behind a prompt that nothing is sampled for any token is right."""
+    """See `DraftUpload.behind`. After a prompt without sampling, any token will do."""
     if chunk.sample:
         return _CHOSEN
     tokens = chunk.seq.tokens
@@ -209,15 +209,15 @@ def _read(
     for_head: Array,
     behind: Array,
 ) -> tuple[list[Array], DraftedTokens]:
-    """Read the rows of a step, whose sampled tokens seat_tokens has, and write one draft of each
-    sequence that sampled. before, behind: see `_Step`.
+    """Read the rows of a step, whose sampled tokens are in seat_tokens, and write one draft for
+    each sequence that sampled. before, behind: see `_Step`.
     """
     model, own = _models(target, head, target_leaves, leaves)
     upload = layout.split(packed)
     inputs = own_inputs(before.fill(upload)[0])
     rows = jnp.maximum(inputs.cu_q[1:] - 1, 0)
     seats = inputs.token_seats[rows]
-    # Which draft the last row of each sequence has read. A draft is a sequence of one row here.
+    # Number of the draft that each sequence's last row read. A draft row is a sequence here.
     numbers = jnp.maximum(-1 - upload.tokens[rows], 0)
     newest = numbers == seat_tokens.accepted[seats]
     followed = jnp.roll(inputs.tokens, -1)
@@ -240,8 +240,8 @@ def _read(
 def _drafted(
     model: Llama, own: PredictionHead, head: Program, hidden: Hidden
 ) -> tuple[Array, Array]:
-    """R rows of the head -> (the states from which it goes on [R, E], the likeliest token behind
-    each, int32 [R]).
+    """Draft from R rows of the head. -> (states from which it continues [R, E], the likeliest token
+    after each row int32 [R]).
     """
     states, logits = own.drafted(hidden, model, head.kernels)
     return states, own.token_ids(head.vocabulary.greedy(logits))
@@ -260,9 +260,9 @@ def _draft(
     widths: Array,
     count: Array,
 ) -> tuple[list[Array], DraftedTokens]:
-    """Go on with the drafts of the next step's rows, `count` more of each: int32 []. widths: see
-    `DraftUpload`; of a sequence that checks fewer nothing is kept, and its other drafts mean
-    nothing. pool_rows: of the head's pool.
+    """Write `count` (int32 []) more drafts for each sequence of the next step. widths: see
+    `DraftUpload`; beyond its width a sequence's rows are not stored, and its surplus drafts are not
+    used. pool_rows: KV rows of the head's pool.
     """
     model, own = _models(target, head, target_leaves, leaves)
     first = own_inputs(seat_tokens.fill(layout.split(packed))[0])

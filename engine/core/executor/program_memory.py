@@ -27,12 +27,12 @@ class StepMemory:
     @classmethod
     def of(cls, name: str, step: Any) -> StepMemory:
         """The memory of what runs a step."""
-        found = [_analysed(program) for program in programs_of(step)]
+        analyses = [_analysed(program) for program in programs_of(step)]
         return cls(
             name,
-            temporaries=max(memory.temp_size_in_bytes for memory in found),
+            temporaries=max(memory.temp_size_in_bytes for memory in analyses),
             outputs=max(
-                memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in found
+                memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in analyses
             ),
         )
 

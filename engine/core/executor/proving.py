@@ -181,15 +181,15 @@ def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
 
 def _matrices_of(model: Model, own: ModelConfig) -> tuple[Matrix, ...]:
     """The different matrices of all layers, in the sizes of one device; own: its configuration."""
-    found: dict[Matrix, None] = {}
+    matrices: dict[Matrix, None] = {}
     for linear in model.linears():
         shards = own.shards
         if own.experts is not None and isinstance(linear, ExpertLinear):
             shards *= own.experts.engines
         matrix = _matrix_of(linear, shards)
-        found[matrix] = None
-        found |= dict.fromkeys(_adapter_matrices(linear, matrix))
-    return tuple(found)
+        matrices[matrix] = None
+        matrices |= dict.fromkeys(_adapter_matrices(linear, matrix))
+    return tuple(matrices)
 
 
 def _adapter_matrices(linear: Linear, own: Matrix) -> Iterator[Matrix]:

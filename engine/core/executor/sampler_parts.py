@@ -1,7 +1,6 @@
-"""The sampler in parts, as a CPU runs it: the host knows what rows ask for, and runs those
-programs.
+"""The sampler in parts, as a CPU runs it: the host runs only the programs that the rows need.
 
-In one program (`sampling.Sampler`) XLA compiles what several branches need once for each.
+In one program (`sampling.Sampler`) XLA would compile code that several branches need once for each.
 
 Axes: S logit rows, V vocabulary, M seats, W words of a row's parameters.
 """
@@ -39,14 +38,14 @@ class LogitRows(NamedTuple):
     logits: Any  #: float32 [S, V]
     positions: Any  #: int32 [S]: of the rows
     seats: Any  #: int32 [S]; M: none
-    drafts: DraftRows | None = None  #: what they read of drafts; None: the engine makes none
+    drafts: DraftRows | None = None  #: drafts that the rows read; None: no speculation
 
     def take(self, seat_tokens: SeatTokens, tokens: Array) -> Taken:
-        """These rows sampled these tokens, int32 [S]."""
+        """Store the tokens int32 [S] that these rows sampled."""
         return seat_tokens.take(self.seats, self.positions, self.drafts, tokens)
 
     def asking(self, sampling: Array) -> SamplingRows:
-        """These rows with their parameters, int32 [S, W] as uploaded."""
+        """These rows with their sampling parameters, int32 [S, W] as uploaded."""
         return SamplingRows(SAMPLING.columns(sampling), self.positions, self.seats, self.drafts)
 
 
@@ -64,20 +63,22 @@ def _shape(rows: LogitRows, seats: SeatState, sampling: Array) -> Array:
 
 
 def _mask(logits: Array, masks: Array) -> Array:
-    """Logits that masks int32 [S, ceil(V / 32)] allow, else -inf; NaN in non-finite rows."""
+    """Set logits to -inf where masks int32 [S, ceil(V / 32)] forbid them; NaN in non-finite
+    rows.
+    """
     allowed = jnp.where(unpack_masks(masks, logits.shape[-1]), logits, -jnp.inf)
     whole = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
     return jnp.where(whole, allowed, jnp.nan)
 
 
 def _count(state: SeatState, seats: Array, parts: Array, tokens: Array) -> SeatState:
-    """seats, parts, tokens: int32 [S]."""
+    """Count sampled tokens for penalties. seats, parts, tokens: int32 [S]."""
     return state.count_tokens(SamplingRows({"parts": parts}, seats, seats), tokens)
 
 
 @dataclass(frozen=True)
 class RowSampler:
-    """The sampler of so many rows."""
+    """The sampler for one number of rows."""
 
     #: One program for each part of `engine.core.executor.sampling`: argmax; draw; penalties and
     #: bias; log-probabilities; grammar masks; counts of the tokens chosen.
@@ -87,7 +88,7 @@ class RowSampler:
     score: jax.stages.Compiled
     mask: jax.stages.Compiled
     count: jax.stages.Compiled
-    #: `Sampled` without its tokens, of rows that ask for no log-probabilities.
+    #: `Sampled` without its tokens, for rows without log-probabilities.
     no_scores: tuple[Array, ...]
 
     @property
@@ -117,41 +118,43 @@ class RowSampler:
         sampling: np.ndarray,
         unmasked: Array | None = None,
     ) -> tuple[Taken, SeatState, Sampled]:
-        """One token for each row, and the seats' state after it; see `sampling.Sampler`.
+        """Sample one token for each row, and update the seats' state; see `sampling.Sampler`.
 
-        sampling: int32 [S, W]. unmasked: logits for log-probabilities, if not the rows'.
+        sampling: int32 [S, W]. unmasked: logits for log-probabilities; None: those of the rows.
         """
         own_logits = rows.logits if unmasked is None else unmasked
         params = SAMPLING.columns(sampling)
-        parts = params["parts"].copy()  # `count` may read it when the upload is another step's
-        wanted = np.bitwise_or.reduce(parts)
-        if wanted & (PENALISED | BIASED):
+        parts = params["parts"].copy()  # `count` may read it after the upload is overwritten
+        needed_parts = np.bitwise_or.reduce(parts)
+        if needed_parts & (PENALISED | BIASED):
             rows = rows._replace(logits=self.shape(rows, seats, sampling))
         if params["temperature"].any():
             taken = self.choose(seat_tokens, rows, sampling)
         else:
             taken = self.likeliest(seat_tokens, rows)
         tokens = taken.tokens
-        if wanted & PENALISED:
+        if needed_parts & PENALISED:
             seats = self.count(seats, rows.seats, parts, tokens)
         scores = self.no_scores
-        if wanted & SCORED:
+        if needed_parts & SCORED:
             scores = self.score(own_logits, tokens)
         return taken, seats, Sampled(tokens, *scores)
 
 
 class SamplerParts:
-    """Makes the programs of each number of rows once; for one device. state: arrays or shapes."""
+    """Compiles the sampler programs once for each number of rows; for one device. state: arrays or
+    shapes.
+    """
 
     def __init__(self, program: Program, state: DeviceState):
         self._program = program
         self._state = state
         self._made: dict[int, dict[str, Future[jax.stages.Compiled]]] = {}
-        #: Those whose results were awaited.
+        #: Compiled samplers by number of rows.
         self._samplers: dict[int, RowSampler] = {}
 
     def start(self, pool: Executor, rows: int) -> Callable[[], RowSampler]:
-        """Begin to compile the sampler of so many rows. -> what waits for it, and returns it."""
+        """Begin to compile the sampler for `rows` rows. -> a function that waits and returns it."""
         if rows not in self._made:
             self._made[rows] = {
                 name: pool.submit(
@@ -169,12 +172,12 @@ class SamplerParts:
         return self._samplers[rows]
 
     def _lowerings(self, rows: int) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """By the names that `RowSampler` has for them, functions that trace and lower."""
+        """Functions that trace and lower the programs, by their field names in `RowSampler`."""
         state, sampler = self._state, self._program.sampler
         vocab = state.seats.counts.shape[1]
         logits, tokens = jax.ShapeDtypeStruct((rows, vocab), jnp.float32), _words(rows)
         drafts = state.seat_tokens.draft_rows(tokens, tokens)
-        given = LogitRows(logits, tokens, tokens, drafts)
+        logit_rows = LogitRows(logits, tokens, tokens, drafts)
         sampling = _words(rows, SAMPLING.words)
         masks = _words(rows, mask_words(vocab))
         choose = partial(_choose, sampler)
@@ -184,9 +187,9 @@ class SamplerParts:
             return partial(jax.jit(part, donate_argnums=0).lower, *args)
 
         return {
-            "likeliest": replacing(_choose_likeliest, state.seat_tokens, given),
-            "choose": replacing(choose, state.seat_tokens, given, sampling),
-            "shape": partial(jax.jit(_shape).lower, given, state.seats, sampling),
+            "likeliest": replacing(_choose_likeliest, state.seat_tokens, logit_rows),
+            "choose": replacing(choose, state.seat_tokens, logit_rows, sampling),
+            "shape": partial(jax.jit(_shape).lower, logit_rows, state.seats, sampling),
             "score": partial(jax.jit(sampler.score_tokens).lower, logits, tokens),
             "mask": partial(jax.jit(_mask).lower, logits, masks),
             "count": replacing(_count, state.seats, tokens, tokens, tokens),
@@ -194,5 +197,5 @@ class SamplerParts:
 
 
 def _words(*shape: int) -> jax.ShapeDtypeStruct:
-    """An int32 array to be."""
+    """The shape of an int32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)

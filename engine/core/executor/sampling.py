@@ -1,7 +1,7 @@
-"""From logits to tokens, per row: temperature, limits, penalties, biases and log-probabilities.
+"""The sampler, from logits to tokens: temperature, limits, penalties, biases, log-probabilities.
 
-Parameters are arrays with one entry per row, never static; `lax.cond` skips parts that no row asks
-for. A row's result depends on its own logits, parameters, seed and position alone. Axes: S logit
+Parameters are arrays with one entry per row, never static; `lax.cond` skips parts that no row
+needs. A row's result depends only on its own logits, parameters, seed and position. Axes: S logit
 rows, V vocabulary, M seats, B bias entries per seat, K alternatives (`width`).
 """
 
@@ -24,17 +24,17 @@ from jitney.engine.core.executor.seat_tokens import DraftRows
 from jitney.engine.core.executor.vocabulary import Vocabulary
 from jitney.kernels.interface import Threshold
 
-#: Bit of a seat's token count that says "occurs in the prompt"; the bits below count the token in
-#: the output. Longer than any context: no count reaches it.
+#: Bit of a seat's token count that means "occurs in the prompt"; the bits below it count the token
+#: in the output. It is larger than any context, so no count reaches it.
 _IN_PROMPT = 1 << 30
-#: Bias of an end token before min_tokens. Finite, so that a grammar that allows nothing else still
-#: gets it: with -inf no logit would be left, and the row would count as not finite.
+#: Bias of an end token before min_tokens. It is finite, so that a grammar that allows no other
+#: token still gets it: with -inf no logit would be left, and the row would count as not finite.
 _HELD_BACK = -1e30
 #: Rows whose top-k and top-p end within this many candidates need no search over the vocabulary.
 _CANDIDATES = 256
-#: Most bytes of the logits of prompt rows that are scored at a time.
+#: The most bytes of logits of prompt rows that are scored at a time.
 _SCORE_BYTES = 64 << 20
-#: Most blocks of them in a step, each a branch of its program.
+#: The most blocks of scored rows in a step; each is a branch of its program.
 _MOST_BLOCKS = 16
 
 
@@ -77,7 +77,7 @@ class SeatState(NamedTuple):
         return counts, *_bias_row(params, n_prompt, vocab, end_ids)
 
     def count_tokens(self, rows: SamplingRows, tokens: Array) -> SeatState:
-        """The state after these tokens, int32 [S], of which only penalised rows' are counted."""
+        """The state after these tokens, int32 [S]; only tokens of penalised rows are counted."""
         counted = rows.need(PENALISED) & (tokens >= 0)
         seats = jnp.where(counted, rows.seats, self.counts.shape[0])  # M: dropped
         counts = jax.lax.cond(
@@ -115,7 +115,7 @@ def _bias_row(
 def _biases(
     params: SamplingParams, n_prompt: int, end_ids: tuple[int, ...]
 ) -> Iterator[tuple[int, float, int]]:
-    """(id, value, until) of every token that has one."""
+    """(id, value, until) of every token with a bias."""
     for token, bias in params.logit_bias.items():
         yield token, bias, np.iinfo(np.int32).max
     if params.min_tokens:
@@ -124,31 +124,33 @@ def _biases(
 
 
 class SamplingRows(NamedTuple):
-    """The logit rows of a step, as the sampler sees them."""
+    """The sampler's inputs for the logit rows of a step, without logits."""
 
     #: One array [S] for each parameter that `SamplingParams` declares as uploaded, by its name;
     #: `parts` int32 [S], bits of PENALISED, BIASED and SCORED; `seed` int32 [S, 2], low word first.
     params: dict[str, Array]
-    #: int32 [S]: of the row; the sampled token's own is one more.
+    #: int32 [S]: position of the row; the sampled token's position is one more.
     position: Array
-    #: int32 [S]; M: none.
+    #: int32 [S]: seat of the row; M: none.
     seats: Array
-    #: What they read of drafts; None: the engine makes none.
+    #: Drafts that the rows read; None: no speculation.
     drafts: DraftRows | None = None
 
     def need(self, part: int) -> Array:
-        """bool [S]: rows that need this part of the sampler."""
+        """Rows that need this part of the sampler, bool [S]."""
         return (self.params["parts"] & part) > 0
 
 
 def unpack_masks(masks: Array, vocab: int) -> Array:
-    """Masks of one bit a token, int32 [S, ceil(V / 32)], low bits first -> bool [S, V]."""
+    """Unpack masks of one bit a token, int32 [S, ceil(V / 32)], low bits first -> bool [S, V]."""
     bits = (masks[:, :, None] >> jnp.arange(32)) & 1
     return bits.reshape(masks.shape[0], -1)[:, :vocab] > 0
 
 
 def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
-    """Repetition (arXiv 1909.05858), presence, frequency. seat_counts: int32 [M, V]."""
+    """Apply the penalties for repetition (arXiv 1909.05858), presence and frequency. seat_counts:
+    int32 [M, V].
+    """
     counts = seat_counts[rows.seats]
     if rows.drafts is not None:
         counts = rows.drafts.count(counts)
@@ -164,7 +166,7 @@ def _penalise(logits: Array, rows: SamplingRows, seat_counts: Array) -> Array:
 
 
 def _uniform(rows: SamplingRows) -> Array:
-    """A number in [0, 1) per row: Threefry keyed by the seed, folded with the position."""
+    """A random number in [0, 1) per row: Threefry keyed by the seed, folded with the position."""
 
     def one(seed: Array, position: Array) -> Array:
         words = bitcast_convert_type(seed[::-1], jnp.uint32)
@@ -194,9 +196,9 @@ def _among_candidates(scaled: Array, top_k: Array, top_p: Array) -> tuple[Array,
     inside_k = (top_k > 0) & (top_k <= n)
     whole = jnp.where(inside_k, jnp.sum(mass, -1), jnp.sum(jnp.exp(scaled), -1))
     before = jnp.cumsum(mass, -1) - mass
-    kept = by_k & (before < (top_p * whole)[:, None])
+    is_kept = by_k & (before < (top_p * whole)[:, None])
     decided = jnp.where(top_k > 0, inside_k, jnp.sum(mass, -1) >= top_p * whole)
-    return jnp.min(jnp.where(kept, best, jnp.inf), axis=-1), decided
+    return jnp.min(jnp.where(is_kept, best, jnp.inf), axis=-1), decided
 
 
 def _search(scaled: Array, top_k: Array, top_p: Array) -> Array:
@@ -234,8 +236,8 @@ type _Columns = tuple[Array, Array, Array]
 
 
 class RowScores(NamedTuple):
-    """Log-probabilities of scored prompt rows, in the order of `StepInputs.score_rows`; zeros
-    behind the last. NaN: the row's logits are not finite.
+    """Log-probabilities of scored prompt rows, in the order of `StepInputs.score_rows`, followed by
+    zeros. NaN: the row's logits are not finite.
     """
 
     logprobs: Array  # float32 [T] of the tokens that follow
@@ -244,8 +246,8 @@ class RowScores(NamedTuple):
 
 
 def score_rows_at_once(rows: int, vocab: int) -> int:
-    """Rows whose logits are computed at a time: a power of two within _SCORE_BYTES, or all of
-    `rows`; more where that makes over _MOST_BLOCKS.
+    """Number of rows whose logits are computed at a time: a power of two within _SCORE_BYTES, or
+    more if that makes over _MOST_BLOCKS blocks; at most `rows`.
     """
     most = max(1, _SCORE_BYTES // (4 * vocab))
     block = 1 << (most.bit_length() - 1)
@@ -265,20 +267,20 @@ class Sampler:
     top_k_top_p: Threshold | None = None
     #: K: the alternatives of each token that are scored.
     width: int = REQUEST_MOST.logprobs
-    #: Which of all columns the logits hold; what seats keep, and masks, hold all.
+    #: The columns that the logits hold; the state of seats and masks hold all columns.
     vocabulary: Vocabulary = _WHOLE
 
     def sample(
         self, logits: Array, rows: SamplingRows, state: SeatState, allowed: Array | None = None
     ) -> Sampled:
-        """One token for each row, by what was counted before. allowed: bool [S, V], what each may
-        choose; None: all.
+        """Sample one token for each row, with the counts in `state`. allowed: bool [S, V], allowed
+        tokens; None: all.
         """
         if allowed is not None:
             allowed = self.vocabulary.columns(allowed)
         choose = partial(self.choose_tokens, rows=rows, allowed=allowed)
-        # The choice stands in both branches: were it behind them, a branch that changes nothing
-        # would still copy all logits, since the model's own are read again afterwards.
+        # Both branches choose. With the choice after them, the branch that changes nothing would
+        # still copy all logits, since the model's own logits are read again afterwards.
         tokens = jax.lax.cond(
             self.vocabulary.any_row(rows.need(PENALISED | BIASED)),
             lambda: choose(self.shape_logits(logits, rows, state)),
@@ -294,8 +296,8 @@ class Sampler:
     def choose_tokens(
         self, logits: Array, rows: SamplingRows, allowed: Array | None = None
     ) -> Array:
-        """One token for each row of shaped logits [S, V] -> int32 [S]. allowed: bool [S, V] or
-        None.
+        """Choose one token for each row of shaped logits [S, V] -> int32 [S]. allowed: bool [S, V]
+        or None.
         """
         if allowed is not None:
             logits = jnp.where(allowed, logits, -jnp.inf)
@@ -330,11 +332,11 @@ class Sampler:
         return logits.at[at, places].add(values, mode="drop")
 
     def _draw(self, logits: Array, rows: SamplingRows) -> Array:
-        """Sample rows of [S, V] after temperature, top-k, top-p (of top-k's rest) and min-p ->
-        int32 [S]. Ties with the last token kept are kept.
+        """Draw a token for each row of [S, V] after temperature, top-k, top-p (of the tokens that
+        top-k leaves) and min-p -> int32 [S]. Ties with the last token kept are kept too.
         """
-        # The best is 0 wherever this is computed again. Were it divided first, the compiler could
-        # make one rounding of the two here, and two there.
+        # Subtract first, so that the best is exactly 0 in every program. With the division first,
+        # a compiler could fuse the two roundings into one in some programs and not in others.
         scaled = logits - self.vocabulary.largest(logits)
         scaled /= jnp.maximum(rows.params["temperature"], 1e-5)[:, None]
         floor = self._floor(scaled, rows)
@@ -342,7 +344,7 @@ class Sampler:
         return self.vocabulary.invert(weights, _uniform(rows))
 
     def _floor(self, scaled: Array, rows: SamplingRows) -> Array:
-        """The smallest kept logit per row [S], -inf where all are kept."""
+        """The smallest kept logit per row [S]; -inf if all are kept."""
         top_k, top_p = rows.params["top_k"], rows.params["top_p"]
         limited = (top_k > 0) | (top_p < 1.0)
         floor = jax.lax.cond(
@@ -392,10 +394,10 @@ class Sampler:
         def nothing() -> RowScores:
             return RowScores(*self.no_scores(tokens[:block]))
 
-        # Branches and no loop: a GPU's driver runs a branch inside a CUDA graph, and the host would
-        # wait for a loop whose end the device decides. Out of a loop XLA also takes what does not
-        # change, a copy of the output head among it: 90 ms of a step whose loop would not run once.
-        # It takes nothing out of a branch.
+        # Branches, not a loop: a GPU's driver runs a branch inside a CUDA graph, but the host would
+        # wait for a loop whose end the device decides. XLA also hoists constant work out of a loop,
+        # among it a copy of the output head: 90 ms in a step whose loop does not run once. It
+        # hoists nothing out of a branch.
         blocks = [
             jax.lax.cond(first < count, partial(scored, first), nothing)
             for first in range(0, size, block)

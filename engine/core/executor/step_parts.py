@@ -1,7 +1,7 @@
-"""The step in parts, as a CPU runs it: the model, a program per bucket, and behind it head and
-sampler programs by numbers of logit rows, shared by all buckets.
+"""Steps in parts, as a CPU runs them: a model program per bucket, then head and sampler programs,
+which exist for several numbers of logit rows and are shared by all buckets.
 
-A decode step has about as many logit rows as its bucket; one with prompts a few, so the host runs
+A decode step has about as many logit rows as its bucket; a mixed step has a few, so the host runs
 programs that are just large enough. XLA:CPU compiles a sampler three times as long as thirty layers
 of native kernels, and starting a second program costs little. A GPU or TPU runs one program
 (`Program.greedy_only`, `Program.full`).
@@ -32,12 +32,12 @@ from jitney.engine.core.executor.seat_tokens import DraftRows, SeatTokens
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.scheduler.buckets import Bucket
 
-#: A program as it is compiled, or will be.
+#: The future of a compiled program.
 type _Part = Future[jax.stages.Compiled]
 
 
 class _LastRows(NamedTuple):
-    """Rows that logits are wanted of, those of no sequence last; arrays or their shapes."""
+    """Rows whose logits are needed, followed by rows of no sequence; arrays or their shapes."""
 
     hidden: Hidden  #: M rows
     positions: Any  #: int32 [M]
@@ -46,19 +46,19 @@ class _LastRows(NamedTuple):
 
 
 class _ModelOutput(NamedTuple):
-    """Results of the model's program, beside the pools that it replaces."""
+    """Results of the model's program, without the pools that it replaces."""
 
-    rows: LogitRows | _LastRows  #: of a decode step with their logits
-    hidden: Hidden | None = None  #: of all rows; of a decode step see `Program.left`
+    rows: LogitRows | _LastRows  #: in a decode step with their logits
+    hidden: Hidden | None = None  #: of all rows; in a decode step see `Program.left`
     broken: Array | None = None  #: see `StepOutput.broken`
     for_head: Array | None = None  #: see `StepOutput.for_head`
 
 
 class StepParts:
-    """Makes steps out of parts, and each part once; for one device.
+    """Builds steps from parts, and compiles each part once; for one device.
 
-    leaves, state: arrays or shapes. layout_of: (bucket, greedy_only) -> the step's upload. sizes:
-    numbers of logit rows to make programs for, the largest M.
+    leaves, state: arrays or shapes. layout_of: (bucket, greedy_only) -> layout of the step's
+    upload. sizes: numbers of logit rows for which programs are made; the largest is M.
     """
 
     def __init__(
@@ -74,15 +74,17 @@ class StepParts:
         self._state = state
         self._layout_of = layout_of
         self._sizes = tuple(sorted(sizes))
-        #: Of every number of logit rows.
+        #: Sampler programs for each number of logit rows.
         self.samplers = SamplerParts(program, state)
         self._models: dict[Bucket, _Part] = {}
         self._scores: dict[Bucket, _Part] = {}
-        #: By R.
+        #: Head programs by number of logit rows R.
         self._heads: dict[int, _Part] = {}
 
     def start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
-        """Begin to compile a step's missing parts -> a function that waits and returns the step."""
+        """Begin to compile a step's missing parts. -> a function that waits and returns the
+        step.
+        """
         if bucket not in self._models:
             self._start_model(pool, bucket)
         model, tails = self._models[bucket], self._start_tails(pool, bucket)
@@ -95,7 +97,7 @@ class StepParts:
         return lambda: _SampledStep(layout, model.result(), tails(), score.result())
 
     def _start_tails(self, pool: Executor, bucket: Bucket) -> Callable[[], _Tails]:
-        """Compile the programs that run behind a bucket's model program."""
+        """Begin to compile the programs that run after a bucket's model program."""
         sizes: Sequence[int] = self._sizes
         heads = self._heads
         if bucket.decode_only:
@@ -131,7 +133,9 @@ class StepParts:
             self._start_heads(pool, output.rows)
 
     def _start_heads(self, pool: Executor, rows: Any) -> None:
-        """rows: what a model's program leaves, all alike."""
+        """Begin to compile the head programs. rows: shapes of any model program's rows; all are
+        equal.
+        """
         for size in self._sizes:
             if size not in self._heads:
                 head = jax.jit(partial(_run_head, self._program, size))
@@ -150,7 +154,7 @@ class StepParts:
 
 
 def _shapes_of(outputs: Any) -> Any:
-    """Shapes of one program's outputs that another one reads."""
+    """Shapes of one program's outputs that another program reads."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
 
 
@@ -162,7 +166,7 @@ def _run_model(
     seat_tokens: SeatTokens,
     packed: Array,
 ) -> tuple[list[Array], _ModelOutput]:
-    """layout: of the step without a sampler, whose upload every step's begins with."""
+    """The model's program. layout: of the step without a sampler; every upload begins with it."""
     inputs, drafts = seat_tokens.fill(layout.split(packed))
     logits_of, hidden, kv = program.forward(leaves, kv, inputs)
     at = inputs.logit_rows
@@ -184,12 +188,12 @@ def _run_model(
 
 
 def _padded(rows: Array, absent: int) -> Array:
-    """With so many rows of zeros behind."""
+    """Append `absent` rows of zeros."""
     return jnp.pad(rows, ((0, absent), *[(0, 0)] * (rows.ndim - 1)))
 
 
 def _run_head(program: Program, size: int, leaves: list[Array], rows: _LastRows) -> LogitRows:
-    """The first `size` rows with their logits."""
+    """Compute the logits of the first `size` rows."""
     first = jax.tree.map(lambda array: array[:size], rows)
     logits = program.model(leaves).logits(first.hidden, program.kernels)
     return LogitRows(logits, first.positions, first.seats, first.drafts)
@@ -216,10 +220,10 @@ def _score(
 
 @dataclass(frozen=True)
 class _Tails:
-    """Programs that run behind a bucket's model program, by R, ascending."""
+    """Programs that run after a bucket's model program, by R, ascending."""
 
     samplers: dict[int, RowSampler]
-    #: Of steps with prompts.
+    #: Head programs, for mixed steps only.
     heads: dict[int, jax.stages.Compiled]
 
     @property
@@ -231,7 +235,7 @@ class _Tails:
     def rows(
         self, leaves: list[Array], rows: LogitRows | _LastRows, seats: np.ndarray
     ) -> LogitRows:
-        """The rows with their logits, at least those of a seat. seats: int32 [S], as uploaded."""
+        """Compute the logits of at least all rows with a seat. seats: int32 [S], as uploaded."""
         if isinstance(rows, LogitRows):
             return rows
         count = np.count_nonzero(seats != len(rows.seats))
@@ -279,7 +283,7 @@ class _SampledStep:
     #: The step up to the rows that choose a token.
     model: jax.stages.Compiled
     tails: _Tails
-    #: Of prompt rows; None of a step that has none.
+    #: Scores prompt rows; None for a decode step.
     score: jax.stages.Compiled | None
 
     @property
@@ -299,8 +303,8 @@ class _SampledStep:
         sampling = packed[own].reshape(self.layout.shapes["sampling"])
         kv, output = self.model(leaves, kv, seat_tokens, packed[: own.start])
         rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
-        asked = _first(sampling, len(rows.seats))
-        taken, seats, sampled = self.tails.sampler(rows).sample(seat_tokens, seats, rows, asked)
+        params = _first(sampling, len(rows.seats))
+        taken, seats, sampled = self.tails.sampler(rows).sample(seat_tokens, seats, rows, params)
         scores = self._scores(leaves, output.hidden, packed)
         result = StepOutput(
             sampled, output.broken, scores, output.hidden, taken.guessed, output.for_head
@@ -315,7 +319,7 @@ class _SampledStep:
 
 
 def _first(sampling: np.ndarray, count: int) -> np.ndarray:
-    """Parameters of so many rows, those of none being zero."""
+    """Sampling parameters of the first `count` rows, padded with zeros."""
     if count <= len(sampling):
         return sampling[:count]
     return np.pad(sampling, ((0, count - len(sampling)), (0, 0)))

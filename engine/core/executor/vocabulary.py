@@ -110,10 +110,10 @@ class SplitVocabulary(Vocabulary):
     def any_row(self, rows: Array) -> Array:
         # What only some need has sums over devices in it, which those of all engines run or none:
         # XLA joins all devices of a program for some of them, whichever exchange anything.
-        found = jnp.any(rows)
+        any_here = jnp.any(rows)
         if self.engines == 1:
-            return found
-        return DATA.largest(found.astype(jnp.int32)) > 0
+            return any_here
+        return DATA.largest(any_here.astype(jnp.int32)) > 0
 
     def columns(self, x: Array) -> Array:
         own = x.shape[-1] // self.devices
@@ -157,13 +157,13 @@ class SplitVocabulary(Vocabulary):
     def _cut_by_mass(self, scaled: Array, top_p: Array, floor: Array) -> Array:
         """The smallest entry whose betters hold less than top_p of what floor [S] leaves, [S]."""
         weights = jnp.exp(scaled)
-        kept = jnp.where(scaled >= floor[:, None], weights, 0.0)
-        wanted = top_p * _sum_over_devices(jnp.sum(kept, axis=-1))
+        kept_weights = jnp.where(scaled >= floor[:, None], weights, 0.0)
+        least_mass = top_p * _sum_over_devices(jnp.sum(kept_weights, axis=-1))
 
         def holds(cuts: Array) -> Array:
             inside = scaled[:, None, :] >= cuts[:, :, None]
             masses = jnp.sum(jnp.where(inside, weights[:, None, :], 0.0), axis=-1)
-            return _sum_over_devices(masses) >= wanted[:, None]
+            return _sum_over_devices(masses) >= least_mass[:, None]
 
         return _search(holds, scaled.shape[0])
 
@@ -283,8 +283,8 @@ def _search(holds: Callable[[Array], Array], rows: int) -> Array:
         shift = jnp.uint32(32 - _DIGIT) - jnp.uint32(_DIGIT) * step.astype(jnp.uint32)
         last = low[:, None] + (digits << shift) - 1  # of all that begin with a smaller digit
         cuts = -bitcast_convert_type(jnp.minimum(last, _INFINITY), jnp.float32)
-        found = holds(cuts) | (last >= _INFINITY)
-        return low + (jnp.sum(~found, axis=-1).astype(jnp.uint32) << shift)
+        holds_here = holds(cuts) | (last >= _INFINITY)
+        return low + (jnp.sum(~holds_here, axis=-1).astype(jnp.uint32) << shift)
 
     magnitude = jax.lax.fori_loop(0, 32 // _DIGIT, find_digit, jnp.zeros((rows,), jnp.uint32))
     return -bitcast_convert_type(magnitude, jnp.float32)
