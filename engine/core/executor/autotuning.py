@@ -1,7 +1,8 @@
-"""XLA's measurements that choose a GPU's products: kept between starts, and shipped for cards.
+"""XLA's autotuning results, which choose a GPU's products: stored between starts, and shipped for
+some cards.
 
 XLA writes a file for each product into a folder beside jax's compiled programs, and checks neither
-card nor release when it reads them, so the folder's name has both.
+card nor release when it reads them, so the folder's name contains both.
 """
 
 from __future__ import annotations
@@ -12,26 +13,28 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-#: What was measured on cards, for other machines that have one: a folder for each `_folder_name`.
+#: Shipped results for cards: a folder for each `_folder_name`.
 _SHIPPED = Path(__file__).parent / "autotuned"
-#: Where in the folder of compiled programs jax has XLA keep what it measured.
+#: Subfolder of the folder of compiled programs in which XLA stores its results.
 RESULTS = "xla_gpu_per_fusion_autotune_cache_dir"
 _RELEASE = version("jaxlib")
 
 
 def _folder_name(card: str, capability: str, release: str = _RELEASE) -> str:
-    """card: as jax names it (`device_kind`); capability: compute capability, "9.0".
+    """The folder name for a card. card: as jax names it (`device_kind`). capability: compute
+    capability, such as "9.0".
 
-    nvidia-h100-80gb-hbm3-9.0-jaxlib-0.11.2
+    Example: nvidia-h100-80gb-hbm3-9.0-jaxlib-0.11.2
     """
     name = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
     return f"{name}-{capability}-jaxlib-{release}"
 
 
 def programs_folder(programs: Path, device: Any, shipped: Path = _SHIPPED) -> Path:
-    """Where compiled programs for jax's `device` are kept below `programs`.
+    """The folder below `programs` for compiled programs of jax's `device`.
 
-    A GPU has a folder of its own, with what was shipped for the card; what was measured stays.
+    A GPU has a folder of its own, into which the results shipped for the card are copied; existing
+    results stay.
     """
     name = name_of(device)
     if not name:
@@ -49,7 +52,7 @@ def name_of(device: Any) -> str:
 
 
 def _bring(shipped: Path, results: Path) -> None:
-    """Copy what was shipped to where XLA reads it, but nothing over what is there."""
+    """Copy shipped results to the folder that XLA reads, without replacing existing files."""
     results.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not shipped.is_dir():
         return

@@ -1,7 +1,7 @@
-"""The measured limits of a device: how fast it reads memory, and how fast it multiplies. It
-is kept in the cache folder, so that later starts need not measure.
+"""Measures the limits of a device: how fast it reads memory, and how fast it multiplies. The result
+is stored in the cache folder, so that later starts need not measure.
 
-Both go through the kernel set that serves: XLA's own products on a CPU reach a fifth of it.
+Both use the kernel set that serves: XLA's own products on a CPU reach a fifth of its speed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from jitney.kernels.interface import KernelSet
 
 _log = logging.getLogger("jitney.core")
 
-#: Bytes of what is read, and rows and side of the product, on a CPU and on anything faster, where
-#: smaller ones would time the launch.
+#: Bytes to read, and (rows, side) of the product, by whether the device is a CPU. Smaller sizes on
+#: faster devices would measure the launch.
 _READ_BYTES = {True: 1 << 27, False: 1 << 28}
 _PRODUCT = {True: (512, 2048), False: (8192, 8192)}
-#: Rows of the product that is as fast as its weights can be read: XLA:CPU is slow with fewer.
+#: Rows of the product that measures how fast weights are read: XLA:CPU is slow with fewer.
 _FEW_ROWS = 4
-#: Each is run so often after once that does not count; the quickest counts.
+#: Number of timed runs after a first untimed one; the quickest counts.
 _TURNS = 4
 
 
@@ -50,7 +50,7 @@ def measure_ceiling(kernels: KernelSet, dtype: DTypeLike, n_devices: int = 1) ->
 
 
 def ceiling_or_none(kernels: KernelSet, dtype: DTypeLike, n_devices: int) -> DeviceCeiling | None:
-    """As `measure_ceiling`; None where the device's memory has no room for it."""
+    """The measured limits; None if the measurement does not fit the device's memory."""
     try:
         return measure_ceiling(kernels, dtype, n_devices)
     except jax.errors.JaxRuntimeError as error:
@@ -59,8 +59,8 @@ def ceiling_or_none(kernels: KernelSet, dtype: DTypeLike, n_devices: int) -> Dev
 
 
 def kept_ceiling(kernels: KernelSet, dtype: DTypeLike, n_devices: int) -> DeviceCeiling | None:
-    """As `ceiling_or_none`, measured by this start or by an earlier one with these devices, kernels
-    and versions. Nothing is kept that was measured beside other programs' work.
+    """The limits measured now, or stored by an earlier start with the same devices, kernels and
+    versions. A measurement beside other programs' work is not stored.
     """
     file = kept_file("ceilings", _facts(kernels, dtype, n_devices))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -91,7 +91,7 @@ def _facts(kernels: KernelSet, dtype: DTypeLike, n_devices: int) -> dict[str, ob
 
 
 def _copying() -> float:
-    """Bytes/s that an addition over a large array reads and writes."""
+    """Bytes/s that an addition to a large array reads and writes."""
     size = _READ_BYTES[False]
     add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.zeros(size // 4, jnp.float32)
@@ -99,8 +99,8 @@ def _copying() -> float:
 
 
 def _streaming(kernels: KernelSet, dtype: DTypeLike) -> float:
-    """Bytes/s of weights that a product of few rows reads: the stores of a copy are slower on a
-    CPU, and a step hardly has any.
+    """Bytes/s of weights that a product of few rows reads. (Timing a copy would include stores,
+    which are slower on a CPU, and a step has hardly any.)
     """
     size_in = 8192
     size_out = _READ_BYTES[True] // size_in // jnp.dtype(dtype).itemsize
@@ -111,7 +111,7 @@ def _streaming(kernels: KernelSet, dtype: DTypeLike) -> float:
 def _product_seconds(
     kernels: KernelSet, dtype: DTypeLike, rows: int, shape: tuple[int, int]
 ) -> float:
-    """Seconds of rows times a matrix [I, O], laid out as the kernels multiply it fastest."""
+    """Seconds of multiplying `rows` rows by a matrix [I, O] that is packed for the kernels."""
     weights = jnp.ones(shape, dtype)
     if kernels.pack is not None:
         weights = kernels.pack(weights)

@@ -1,4 +1,4 @@
-"""The small programs that choose tokens behind a step, under masks."""
+"""The small programs that choose tokens after a step, under masks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jitney.engine.core.executor.program import DeviceState, Program, StepCall
 from jitney.engine.core.executor.sampler_parts import SamplerParts
 from jitney.engine.core.scheduler.buckets import Buckets
 
-#: How many times as many rows the next larger program has; the smallest has one. One client's
-#: grammar should not cost all others what choosing for every seat takes, and each program costs a
-#: second or two of start-up.
+#: Factor between the row numbers of two programs; the smallest has one row. One client's grammar
+#: should not cost the time of choosing for every seat, and each program costs a second or two of
+#: start-up.
 _FACTOR = 8
-#: With so many seats there is one program, for all of them.
+#: With at most this many seats there is a single program, for all of them.
 _FEW_SEATS = 4
 
 
@@ -24,19 +24,19 @@ class Choices:
     """Executables by numbers of rows; `compile` must come first."""
 
     def __init__(self, seats: int):
-        #: Rows that there are programs for, ascending; the last one is for all seats.
+        #: Numbers of rows of the programs, ascending; the last program is for all seats.
         self.sizes = [*_below(seats), seats]
-        #: Rows -> `Program.choose`, or what does the same.
+        #: Rows -> compiled `Program.choose`, or an equivalent in parts.
         self.programs: dict[int, StepCall] = {}
         #: (a step's logit rows, rows) -> `Program.lower_pick`.
         self.picks: dict[tuple[int, int], jax.stages.Compiled] = {}
 
     def size(self, rows: int) -> int:
-        """Rows of the smallest program for so many."""
+        """Number of rows of the smallest program that holds `rows` rows."""
         return next(size for size in self.sizes if size >= rows)
 
     def sizes_for(self, logit_rows: int) -> list[int]:
-        """Programs that may choose for a step of so many logit rows."""
+        """Sizes of the programs that may choose for a step of `logit_rows` logit rows."""
         return sorted({self.size(rows) for rows in range(1, logit_rows + 1)})
 
     def compile(
@@ -46,7 +46,7 @@ class Choices:
         state: DeviceState,
         samplers: SamplerParts | None = None,
     ) -> None:
-        """Compile all of them, for the steps of these buckets. samplers: of steps in parts."""
+        """Compile all programs for the steps of these buckets. samplers: for steps in parts."""
         logit_rows = {bucket.seats for bucket in buckets.all()}
         pairs = [(a, b) for a in sorted(logit_rows) for b in self.sizes_for(a) if a != b]
         with ThreadPoolExecutor(2) as pool:
@@ -70,8 +70,8 @@ class Choices:
 
 
 def _masked_sampler(samplers: SamplerParts, pool: Executor, rows: int) -> Callable[[], StepCall]:
-    """Begin to compile the sampler of so many rows -> a function that waits for it and returns what
-    is called as `Program.choose`.
+    """Begin to compile the sampler for `rows` rows. -> a function that waits for it and returns a
+    callable like `Program.choose`.
     """
     wait = samplers.start(pool, rows)
     return lambda: wait().sample_masked

@@ -27,8 +27,8 @@ class _Compilation:
 
 
 class Compilations:
-    """The compilations of the process. jax calls listeners on the thread that compiles, and keeps
-    them for good, and with a runner's own method its weights.
+    """The compilations of the process. There is one instance, because jax never removes a listener:
+    a runner's own method would keep its weights alive. jax calls listeners on the compiling thread.
     """
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Compilations:
         self._listens = False
 
     def _listen(self) -> None:
-        """Count from now on."""
+        """Register jax's listeners once."""
         if not self._listens:
             self._listens = True
             jax.monitoring.register_event_duration_secs_listener(self._count)
@@ -55,7 +55,7 @@ class Compilations:
         return program
 
     def of_bucket(self, bucket: str, programs: Iterable[jax.stages.Compiled]) -> BucketCompilation:
-        """The compilation of these programs, which `timed` made."""
+        """The compilation of a bucket's programs, which `timed` has compiled."""
         each = [self._of[program] for program in programs]
         return BucketCompilation(
             bucket=bucket,
@@ -65,13 +65,13 @@ class Compilations:
 
     @property
     def was_made(self) -> bool:
-        """Whether XLA has made what `timed` compiles on this thread: neither was it read from a
-        folder, nor had this process made it, or read it, before.
+        """Whether XLA really compiled the program that `timed` compiles on this thread: it was not
+        read from a folder, and this process had not compiled or read it before.
         """
         return getattr(self._thread, "asked", False) and not self._thread.hit
 
     def note_read(self) -> None:
-        """What `timed` compiles on this thread was read from our own folder."""
+        """Note that the program that `timed` compiles on this thread was read from our store."""
         self._thread.hit = True
 
     def _count(self, event: str, duration_secs: float, **_: object) -> None:

@@ -1,4 +1,4 @@
-"""Leaves lines out of standard error that XLA writes while it compiles and that mean nothing."""
+"""Removes meaningless lines that XLA writes to standard error while it compiles."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from jitney.engine.common.child_process import child_environ
 
-#: By platform a part of such a line. XLA calls it an error in its calculation when arguments take
-#: more than 80 % of a GPU's memory, as weights and pool are meant to.
+#: Text of a meaningless line, by platform. XLA reports a calculation error when arguments take more
+#: than 80 % of a GPU's memory, as weights and pool are meant to.
 MEANINGLESS = {"gpu": "exceeds the base limit"}
-#: Seconds for the last lines, once nothing more is written.
+#: Seconds to wait for the last lines after the end of output.
 _LAST_LINES_S = 2.0
 _FILTER = """
 import sys
@@ -26,9 +26,9 @@ for line in sys.stdin.buffer:
 
 @contextlib.contextmanager
 def left_out(part: str | None) -> Iterator[None]:
-    """Leave lines with this part out of the process's standard error; None: none.
+    """Remove lines that contain `part` from the process's standard error; None: no lines.
 
-    Another process passes the others on, so that the last words of a crash are not lost.
+    A separate process passes on the other lines, so that the last output of a crash is not lost.
     """
     if part is None:
         yield

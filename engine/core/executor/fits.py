@@ -11,16 +11,16 @@ from jitney.engine.config import Config, EngineSection, runs_on_device
 from jitney.engine.core.executor.memory import GIB, PoolShares, available_host_bytes
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
-#: Where jax reads how many devices a CPU shall be: a variable of its own, and a flag of XLA's.
+#: Sources of the number of CPU devices: jax's environment variable, and XLA's flag.
 _CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
 _XLA_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-#: Least bytes of a stored key or value: by `kv_dtype`, or for auto by `dtype`.
+#: Fewest bytes of a stored key or value, by `kv_dtype`, or for auto by `dtype`.
 _KV_BYTES = {"int8": 1, "fp8": 1}
 _DTYPE_BYTES = {"float32": 4}
 
 
 def check_fits(config: Config, model: ModelConfig) -> None:
-    """Raise ConfigError for a context, devices or a pool that this model cannot be served with."""
+    """Raise ConfigError if the model cannot be served with this context, devices or KV pool."""
     context = context_of(config, model)
     engine = config.engine
     model = model.in_groups(engine.expert_parallel, engine.data_parallel)
@@ -38,8 +38,8 @@ def check_fits(config: Config, model: ModelConfig) -> None:
 
 
 def context_of(config: Config, model: ModelConfig) -> int:
-    """Tokens a sequence may have. An encoder's text has no more than a step has rows. Raises
-    ConfigError for more than the model was trained for.
+    """The most tokens of a sequence; for an encoder, at most the rows of a step. Raises ConfigError
+    for more tokens than the model was trained for.
     """
     context, budget = config.model.context, config.engine.token_budget
     if context > model.context_length:
@@ -66,7 +66,9 @@ def _check_cpu_devices(engine: EngineSection) -> None:
 
 
 def _check_pool(config: Config, own: ModelConfig, context: int) -> None:
-    """own: of one device. Counts the fewest bytes a page can have, so refusals are right."""
+    """Raise ConfigError for a pool that is too small or too large. own: one device's configuration.
+    It counts the fewest bytes that a page can have, so every refusal is right.
+    """
     engine = config.engine
     own = replace(own, context_length=context)
     number = _KV_BYTES.get(engine.kv_dtype) or _DTYPE_BYTES.get(config.model.dtype, 2)

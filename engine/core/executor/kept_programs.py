@@ -1,5 +1,6 @@
-"""Compiled programs kept on disk under a key of our own: a start that finds them traces and lowers
-nothing. jax's own folder of compiled programs asks for the lowered program first.
+"""A store of compiled programs on disk, under Jitney's own key. A start that finds its programs
+there traces and lowers nothing; jax's own folder of compiled programs needs the lowered program
+first.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from jitney.kernels import interface
 
 _log = logging.getLogger("jitney.core")
 
-#: Folder of the kept programs in that of jax.
+#: Subfolder of jax's folder for the stored programs.
 _FOLDER = "kept"
-#: What compiles and what traces.
+#: Packages that trace or compile programs.
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "triton", "jax-triton")
-#: Beginnings of the names of environment variables that may change a program.
+#: Prefixes of environment variables that may change a program.
 _VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "TRITON_", "TF_")
-#: Folders that programs are made by: all their files count, native sources and tables too.
+#: Folders of the code that makes programs: all their files count, also native sources and tables.
 _ENGINE, _KERNELS = Path(__file__).parents[2], Path(interface.__file__).parent
-#: Those of the engine.
+#: Subfolders of the engine that count.
 _SOURCES = ("common", "config", "core")
-#: Keys whose programs stay on disk; of the default model on a CPU each has 5 to 7 MB.
+#: Number of keys whose programs stay on disk; for the default model on a CPU each has 5 to 7 MB.
 _MOST_KEYS = 32
-#: Where an object lies, in its repr.
+#: An object's address in its repr.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-#: Bytes of a file's digest, which stands first in it.
+#: Bytes of the digest at the start of a file.
 _DIGEST = 32
 
 
 class Lowered(Protocol):
-    """A program that can be compiled, as `jax.stages.Lowered` is one."""
+    """A program that can be compiled, such as `jax.stages.Lowered`."""
 
     @property
     def out_info(self) -> Any: ...
@@ -57,23 +58,23 @@ class Lowered(Protocol):
 
 @dataclass(frozen=True)
 class KeptPrograms:
-    """The programs of one runner, by name."""
+    """The stored programs of one runner, by name."""
 
-    #: Of this key only.
+    #: Folder of this key's programs.
     folder: Path
-    #: They run on it.
+    #: The device that runs them.
     device: Any
-    #: New ones are written.
+    #: Whether new programs are written.
     writes: bool = True
 
     @classmethod
     def of(
         cls, programs: Path, device: Any, facts: Iterable[object], *, writes: bool = True
     ) -> KeptPrograms:
-        """Those below the folder `programs`.
+        """The store for these facts, below the folder `programs`.
 
-        facts: what the programs are made of beside the machine and Jitney's own code: model,
-        shapes, kernels and settings, each with a repr that says all.
+        facts: everything that the programs depend on beside the machine and Jitney's own code:
+        model, shapes, kernels and settings, each with a complete repr.
         """
         digest = hashlib.sha256()
         for fact in (*_machine(device), _code(), *facts):
@@ -96,12 +97,12 @@ class KeptPrograms:
             shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove them: one of them does not run."""
+        """Remove all stored programs, because one of them does not run."""
         _log.warning("the programs in %s do not run, and are removed", self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def lowered(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Lowered:
-        """The program of this name as it is kept, or lowered and then to be kept."""
+        """The stored program of this name, or a newly lowered one that is stored when compiled."""
         file = self.folder / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.program"
 
         def new() -> _NewProgram:
@@ -113,20 +114,20 @@ class KeptPrograms:
 
 @dataclass(frozen=True)
 class _Stored:
-    """The contents of a file."""
+    """The contents of a stored program's file."""
 
     #: Shapes of the results.
     out_info: Any
-    #: Of `serialize`.
+    #: The result of jax's `serialize`.
     executable: tuple[bytes, Any, Any]
 
 
 @dataclass(frozen=True)
 class _NewProgram:
-    """A program that was not kept."""
+    """A program that was not stored before."""
 
     lowered: jax.stages.Lowered
-    #: None: it is not kept now either.
+    #: File to write it to; None: it is not stored.
     file: Path | None
     platform: str
 
@@ -136,7 +137,7 @@ class _NewProgram:
 
     def compile(self, compiler_options: Any = None, /) -> jax.stages.Compiled:
         program = self.lowered.compile(compiler_options)
-        # What XLA:CPU writes of a program that jax read from its own folder lacks functions.
+        # If jax read a program from its own folder, XLA:CPU serialises it without some functions.
         is_whole = self.platform != "cpu" or compilations.was_made
         if self.file is not None and is_whole:
             _write(self.file, _shapes_of(self.out_info), program)
@@ -145,10 +146,10 @@ class _NewProgram:
 
 @dataclass(frozen=True)
 class _KeptProgram:
-    """A program that was kept; lowered and compiled where the file is of no use."""
+    """A stored program; it is lowered and compiled again if the file cannot be loaded."""
 
     stored: _Stored
-    #: Makes it again.
+    #: Lowers the program again.
     new: Callable[[], _NewProgram]
     device: Any
 
@@ -161,7 +162,7 @@ class _KeptProgram:
             program = deserialize_and_load(
                 *self.stored.executable, self.device.client, [self.device]
             )
-        except Exception as error:  # the runtime may say anything of a file
+        except Exception as error:  # the runtime may raise any error for a file
             _log.warning("a kept program cannot be loaded, and is compiled: %s", error)
             return self.new().compile(compiler_options)
         compilations.note_read()
@@ -182,13 +183,13 @@ def _read(file: Path) -> _Stored | None:
 
 
 def _write(file: Path, out_info: Any, program: jax.stages.Compiled) -> None:
-    """Keep a program, if that is possible."""
+    """Store a program, if that is possible."""
     try:
         data = pickle.dumps(_Stored(out_info, serialize(program)))
-    except Exception as error:  # what jax cannot write, it says in many ways
+    except Exception as error:  # jax raises many kinds of errors if it cannot serialise
         _log.debug("%s is not kept: %s", file.stem, error)
         return
-    # Replaced at once, so that a process that starts beside this one reads all of it or nothing.
+    # Replaced atomically, so that a concurrent process reads the whole file or nothing.
     new = file.with_suffix(f".{os.getpid()}")
     try:
         new.write_bytes(hashlib.sha256(data).digest() + data)
@@ -202,7 +203,7 @@ def _shapes_of(outputs: Any) -> Any:
 
 
 def _machine(device: Any) -> tuple[object, ...]:
-    """What decides, beside a program, which code XLA makes of it and where that runs."""
+    """Facts about the machine that determine XLA's code for a program and where it runs."""
     environment = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     flags = {
         name: value

@@ -1,4 +1,4 @@
-"""How many KV pages fit: measured on the machine, not guessed."""
+"""Computes how many KV pages fit in the measured free memory."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ if TYPE_CHECKING:
     from jitney.engine.core.executor.program import StateSizes
 
 GIB = 1 << 30
-#: Share of a GPU's memory that jax may take, 0.75 by default: what is left is for the
-#: driver, for CUDA graphs and for communication. The planner counts on the same share.
+#: Share of a GPU's memory that jax may take (its default is 0.75). The rest is for the driver, for
+#: CUDA graphs and for communication. The planner uses the same share.
 _GPU_SHARE = 0.92
-#: Where jax reads that share from; the second name is its old one.
+#: Environment variables from which jax reads that share; the second name is the old one.
 _SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-#: On a CPU the pool shares the machine with everything else: a quarter of what is free, and no more
-#: than this.
+#: On a CPU, which runs other programs too, the pool gets this share of the free memory, and at most
+#: this number of bytes.
 _CPU_SHARE, _CPU_MOST = 0.25, GIB
-#: What is taken to be free where the system does not say (not Linux).
+#: Bytes assumed to be free if the system does not report it (not Linux).
 _UNKNOWN = 4 * GIB
-#: Of the memory for keys and values, the most that a group of layers with a window gets for cached
-#: prefixes.
+#: The largest share of the KV memory for cached prefixes in a group of layers with a window.
 _SPARE_SHARE = 0.125
-#: Least tokens between the checkpoints of a long prompt's recurrent state, and the most that
-#: checkpoints take of the memory beside the slots of seats.
+#: Fewest tokens between the checkpoints of a long prompt's recurrent state, and the largest share
+#: of the memory beside the slots of seats that checkpoints take.
 _CHECKPOINT_TOKENS, _CHECKPOINT_SHARE = 2048, 0.25
-#: On a device, left free for fragments and for the runtime's own growth.
+#: Share of a device's memory left free for fragmentation and for growth of the runtime.
 _DEVICE_RESERVE = 0.04
 
 
@@ -67,7 +66,9 @@ def likely_temp_bytes(model: ModelConfig, buckets: Buckets) -> int:
 
 
 def claim_memory(environ: MutableMapping[str, str], share: float = 0.0) -> None:
-    """Have jax take its share of a GPU, before it looks for devices. share: the settings', or 0."""
+    """Set the share of a GPU's memory that jax takes; call it before jax looks for devices. share:
+    of the settings; 0: the default.
+    """
     if share:
         for name in _SHARE_NAMES:
             environ.pop(name, None)
@@ -78,7 +79,7 @@ def claim_memory(environ: MutableMapping[str, str], share: float = 0.0) -> None:
 
 @contextmanager
 def in_one_line(what: str) -> Iterator[None]:
-    """Turns the runtime's account of a full memory into a ConfigError that says what to do."""
+    """Turn the runtime's out-of-memory error into a ConfigError that says what to do."""
     try:
         yield
     except Exception as error:
@@ -91,37 +92,37 @@ def in_one_line(what: str) -> Iterator[None]:
 
 
 class PoolSizes(NamedTuple):
-    """Sizes of the pools of what layers keep."""
+    """Sizes of the pools for KV pages and recurrent state."""
 
-    #: Of each cache group, the trash page included; of one pool where all layers share it.
+    #: Pages of each cache group, the trash page included; one number if all layers share a pool.
     pages: tuple[int, ...]
-    #: Slots of recurrent layers' state, beside one for each seat.
+    #: Slots for recurrent layers' state beside one for each seat.
     checkpoints: int = 0
 
 
 def state_slots(seats: int, drafts: int, checkpoints: int) -> int:
-    """Slots of recurrent layers' state: of each seat, one more for each of its drafts in a step,
-    and those of checkpoints.
+    """Number of slots for recurrent layers' state: one for each seat and for each of its drafts in
+    a step, and those for checkpoints.
     """
     return seats * (1 + drafts) + checkpoints
 
 
 @dataclass(frozen=True)
 class PoolShares:
-    """How the memory for what layers keep is divided between a model's cache groups, and its
+    """Divides the memory for KV pages and recurrent state between a model's cache groups and its
     recurrent layers.
 
-    The first group gets what is left beside the others, which get the pages that they need with
-    all seats taken, and with a prefix cache as much again for windows of cached prefixes, up to an
-    eighth of the memory. Where a group would have as many pages as the first one, windows save
-    nothing: all layers share one page table.
+    The groups after the first get the pages that they need with all seats taken, and with a prefix
+    cache as much again for windows of cached prefixes, up to an eighth of the memory. The first
+    group gets the rest. If a group would have as many pages as the first one, windows save nothing,
+    and all layers share one page table.
 
-    Recurrent layers have a slot for each seat, and one for each of its drafts. With a prefix cache
-    they have as many again as all pages' tokens need checkpoints (`checkpoint_tokens`), and two for
-    each seat, up to a quarter of what is then left.
+    Recurrent layers have a slot for each seat and for each of its drafts. With a prefix cache there
+    are further slots for checkpoints: as many as the tokens of all pages need
+    (`checkpoint_tokens`), and two for each seat, up to a quarter of the memory then left.
     """
 
-    #: Of each group: positions that its layers see, 0 for all; and bytes of a page in all of them.
+    #: For each group, positions that its layers see (0: all), and bytes of a page in all of them.
     windows: tuple[int, ...]
     page_bytes: tuple[float, ...]
     page_size: int
@@ -129,9 +130,9 @@ class PoolShares:
     token_budget: int
     context_length: int
     prefix_cache: bool = False
-    #: Of a slot of recurrent layers' state; 0: there are none.
+    #: Bytes of a slot of recurrent layers' state; 0: no recurrent layers.
     slot_bytes: float = 0
-    #: Drafts of a sequence in a step at most; each leaves a state in a slot of its own.
+    #: The most drafts of a sequence in a step; each one's state has a slot of its own.
     drafts: int = 0
 
     @classmethod
@@ -161,25 +162,27 @@ class PoolShares:
         return sum(self.page_bytes)
 
     def bytes_of(self, pools: PoolSizes) -> float:
-        """Bytes of pools of so many pages; of one number: pages in all layers."""
+        """Bytes of pools of these sizes; a single number counts pages in all layers."""
         if len(pools.pages) == 1:
             return pools.pages[0] * self.whole_page_bytes
         return math.sumprod(pools.pages, self.page_bytes)
 
     def state_bytes(self, checkpoints: int = 0) -> float:
-        """Bytes of recurrent layers' slots: of all seats, and so many beside."""
+        """Bytes of recurrent layers' slots for all seats and `checkpoints` checkpoints."""
         return state_slots(self.seats, self.drafts, checkpoints) * self.slot_bytes
 
     @property
     def checkpoint_tokens(self) -> int:
-        """Tokens between the checkpoints of a long prompt: no fewer than those whose keys and
-        values take as much memory as a checkpoint.
+        """Tokens between the checkpoints of a long prompt: at least as many as have keys and values
+        of the size of a checkpoint.
         """
         equal = int(self.slot_bytes / self.whole_page_bytes * self.page_size)
         return -(-max(_CHECKPOINT_TOKENS, equal) // self.page_size) * self.page_size
 
     def fit(self, limit_bytes: float, useful: int = sys.maxsize) -> PoolSizes:
-        """The pools that fit. useful: pages with which every seat holds a whole context."""
+        """The pools that fit in `limit_bytes`. useful: number of pages with which every seat can
+        hold a whole context.
+        """
         limit_bytes -= self.state_bytes()
         pages = int(min(limit_bytes // self.whole_page_bytes, useful))
         checkpoints = self._checkpoints(pages, _CHECKPOINT_SHARE * limit_bytes)
@@ -193,7 +196,7 @@ class PoolShares:
         return PoolSizes((min(int(limit_bytes // self.whole_page_bytes), useful),), checkpoints)
 
     def counted(self, pages: int) -> PoolSizes:
-        """As `fit`, where the first group has so many."""
+        """The pools whose first group has `pages` pages."""
         others_share = _CHECKPOINT_SHARE / (1 - _CHECKPOINT_SHARE)
         checkpoints = self._checkpoints(pages, others_share * pages * self.whole_page_bytes)
         for spare_share in self._spare_shares:
@@ -203,7 +206,7 @@ class PoolShares:
         return PoolSizes((pages,), checkpoints)
 
     def _checkpoints(self, pages: int, most_bytes: float) -> int:
-        """Slots for checkpoints beside so many pages. most_bytes: all that they may take."""
+        """Number of slots for checkpoints beside `pages` pages, within `most_bytes` bytes."""
         if not self.slot_bytes or not self.prefix_cache:
             return 0
         useful = 2 * self.seats + pages * self.page_size // self.checkpoint_tokens
@@ -211,7 +214,7 @@ class PoolShares:
 
     @property
     def _spare_shares(self) -> tuple[float, ...]:
-        """Shares of the memory for windows of cached prefixes, to be tried in this order."""
+        """Shares of the memory for windows of cached prefixes, in the order of trying."""
         return (_SPARE_SHARE, 0.0) if self.prefix_cache else (0.0,)
 
     def _others(self, spare_bytes: float) -> tuple[int, ...]:
@@ -232,15 +235,15 @@ class PoolShares:
 
 @dataclass(frozen=True)
 class PoolRoom:
-    """How many KV pages there is room for."""
+    """Computes the pools that fit on the devices of all hosts."""
 
     settings: EngineSection
     sizes: StateSizes
-    #: jax's, of this host.
+    #: jax's devices of this host.
     devices: Sequence[Any]
-    #: Of the memory on one device.
+    #: Division of the memory on one device.
     shares: PoolShares
-    #: The others, whose pools are as large; None if there are none.
+    #: The other hosts, whose pools have the same size; None if there are none.
     hosts: Hosts | None
 
     @property
@@ -270,7 +273,7 @@ class PoolRoom:
         return fit
 
     def _agreed(self, what: str, own: int) -> int:
-        """The least number of all hosts."""
+        """The smallest of all hosts' numbers."""
         return own if self.hosts is None else self.hosts.least(what, own)
 
     def _limit(self, temp_bytes: int) -> int:
@@ -282,8 +285,8 @@ class PoolRoom:
 
 
 def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
-    """Bytes for the KV pool on a device with weights and steps that need temp_bytes. share: of the
-    memory by the settings; 0: none.
+    """Bytes for the KV pool on a device that holds the weights, with temp_bytes for steps. share:
+    share of the memory in the settings; 0: none.
     """
     if device.platform == "cpu":
         return _pool_bytes(share)
@@ -293,7 +296,7 @@ def _free_bytes(device: Any, temp_bytes: int, share: float = 0.0) -> int:
             f"{device.device_kind} does not say how much memory it has: set pages or memory_gib"
         )
     limit = stats["bytes_limit"]
-    if share and device.platform == "tpu":  # of a GPU it is jax's own limit, see `claim_memory`
+    if share and device.platform == "tpu":  # on a GPU jax's limit includes it, see `claim_memory`
         limit = int(share * limit)
     reserve = int(_DEVICE_RESERVE * limit)
     return limit - stats["bytes_in_use"] - temp_bytes - reserve
@@ -307,7 +310,7 @@ def _pool_bytes(share: float) -> int:
 
 
 def available_host_bytes() -> int:
-    """Memory of this machine that is free: MemAvailable of /proc/meminfo."""
+    """Free memory of this machine in bytes: MemAvailable of /proc/meminfo."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:

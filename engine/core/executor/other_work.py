@@ -1,4 +1,4 @@
-"""Watches the work of other programs on the processors: times taken beside much of it are wrong."""
+"""Measures the work of other programs on the processors, beside which timings are wrong."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import ClassVar
 
 _STAT = Path("/proc/stat")
-#: Columns of a line of it that are no work: idle, and waiting for a disk. Those behind the ninth
-#: count work that is in the columns before them, too.
+#: Columns of its lines that count no work (idle, and waiting for a disk), and the number of columns
+#: to read: later ones repeat work that earlier columns include.
 _IDLE, _COLUMNS = (3, 4), 8
 
 
 class OtherWork:
-    """Watches processors from now on. Linux only: elsewhere nothing else seems to run.
+    """Measures the load of processors from its creation on. Linux only: elsewhere it reports 0.
 
-    processors: their numbers. stat: where the system counts what each of them did.
+    processors: their numbers. stat: file with the system's counts for each processor.
     """
 
     #: Share of the processors' time that other programs may use while something is timed.
@@ -29,7 +29,7 @@ class OtherWork:
         self._since = self._now()
 
     def share(self) -> float:
-        """Share of these processors' time until now that other processes used, from 0 to 1."""
+        """Share of these processors' time since creation that other processes used, from 0 to 1."""
         whole, busy, own = (
             now - before for now, before in zip(self._now(), self._since, strict=True)
         )
@@ -38,7 +38,7 @@ class OtherWork:
         return min(1.0, max(0.0, busy - own) / whole)
 
     def _now(self) -> tuple[float, float, float]:
-        """Seconds: of all these processors, of those the busy ones, and of this process."""
+        """(total seconds of these processors, busy seconds, seconds of this process)."""
         ticks = [0, 0]
         for counts in self._counts():
             idle = sum(counts[column] for column in _IDLE)
@@ -48,7 +48,7 @@ class OtherWork:
         return ticks[0] / a_second, ticks[1] / a_second, time.process_time()
 
     def _counts(self) -> Iterable[list[int]]:
-        """A processor's counts, for each that is watched."""
+        """The counts of each measured processor."""
         try:
             lines = self._stat.read_text().splitlines()
         except OSError:

@@ -1,4 +1,4 @@
-"""The runner with the pools that fit: as configured, or by the free memory."""
+"""Makes the step programs with the configured KV pools, or with those that fit the free memory."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def sized_programs(
 ) -> StepPrograms:
     """Programs for as many KV pages as configured, or as fit in the free memory; logs the number.
 
-    devices: of this host. shares: of the memory on one device. temp_bytes: what the temporaries of
-    the largest step should take. make: from sizes of pools to programs. hosts: the others, whose
-    pools are as large.
+    devices: of this host. shares: division of the memory on one device. temp_bytes: expected bytes
+    of temporaries of the largest step. make: makes the programs for pools of some sizes. hosts: the
+    other hosts, whose pools have the same size.
     """
     room = PoolRoom(settings, sizes, devices, shares, hosts)
     programs = make(pools := room.pools(temp_bytes))

@@ -1,4 +1,4 @@
-"""Memory of compiled steps, as XLA's analysis of each program has it."""
+"""Memory of compiled steps, from XLA's analysis of each program."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes of a step on each device, beside weights, pools and the state of seats; of a step in
-    parts the most of any part.
+    """Bytes of a step on each device, without weights, pools and the state of seats. For a step in
+    parts, the most of any part.
     """
 
-    #: Such as "mixed-512 sampling".
+    #: Name of the step, such as "mixed-512 sampling".
     name: str
     temporaries: int
-    #: Results that are not written over what the step was given.
+    #: Bytes of results that do not reuse the memory of donated arguments.
     outputs: int
 
     @classmethod
     def of(cls, name: str, step: Any) -> StepMemory:
-        """The memory of what runs a step."""
+        """The memory of a compiled step."""
         analyses = [_analysed(program) for program in programs_of(step)]
         return cls(
             name,
@@ -46,12 +46,12 @@ class ProgramsMemory:
     """Memory of all compiled steps of an engine, on each device."""
 
     steps: tuple[StepMemory, ...]
-    #: Machine code of all programs; 0 where XLA does not say it, as of CPUs.
+    #: Bytes of machine code of all programs; 0 if XLA does not report it, as on CPUs.
     code: int
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Any]]) -> ProgramsMemory:
-        """named: each step's name and what runs it."""
+        """The memory of all steps. named: the name and the compiled program of each step."""
         named = list(named)
         programs = {program for _, step in named for program in programs_of(step)}
         code = sum(_analysed(program).generated_code_size_in_bytes for program in programs)
@@ -59,7 +59,7 @@ class ProgramsMemory:
 
     @property
     def largest(self) -> StepMemory:
-        """The step that needs most; where none is compiled, one that needs nothing."""
+        """The step that needs most memory; without compiled steps, one that needs none."""
         return max(self.steps, key=lambda step: step.total, default=StepMemory("none", 0, 0))
 
     def __str__(self) -> str:
@@ -83,11 +83,11 @@ class ProgramsMemory:
 
 
 def programs_of(step: Any) -> Iterable[jax.stages.Compiled]:
-    """The programs that run a step: itself, or its parts."""
+    """The programs that run a step: the step itself, or its parts."""
     return (step,) if isinstance(step, jax.stages.Compiled) else step.programs
 
 
-#: By program: XLA takes 2 ms for each analysis, and steps in parts share most of their programs.
+#: Cache by program: XLA takes 2 ms for an analysis, and steps in parts share most programs.
 _analyses: WeakKeyDictionary[jax.stages.Compiled, Any] = WeakKeyDictionary()
 
 
@@ -96,5 +96,5 @@ def _analysed(program: jax.stages.Compiled) -> Any:
     if memory is not None:
         return memory
     memory = _analyses[program] = program.memory_analysis()
-    assert memory is not None  # XLA of every platform that we compile for says it
+    assert memory is not None  # XLA reports it on every platform that we compile for
     return memory

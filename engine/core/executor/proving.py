@@ -1,4 +1,6 @@
-"""Which kernels an engine may use: those that prove right here, in the shapes it will serve."""
+"""Proves an engine's kernels on this machine, in the shapes that it serves, and replaces those that
+compute wrong numbers.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,10 @@ _log = logging.getLogger("jitney.core")
 def proven(
     kernels: KernelSet, served: ServedShapes, *, named: bool
 ) -> tuple[KernelSet, list[KernelProof]]:
-    """The kernel set without the kernels that are wrong here, and what was found of each.
+    """(the kernel set without kernels that are wrong on this machine, the proof of each kernel).
 
-    named: the user named the set, so a wrong kernel raises ConfigError; else the reference or the
-    set that stands in for this one serves, and the log says so.
+    named: the user chose the set by name, so a wrong kernel raises ConfigError. Otherwise the
+    reference or the set's substitute is used, and an error is logged.
     """
     proofs = prove(kernels, served)
     wrong = [proof for proof in proofs if not proof.ok]
@@ -73,14 +75,16 @@ def _report_wrong(kernels: KernelSet, wrong: str, *, named: bool) -> None:
 
 
 def _shown(proof: Proof) -> KernelProof:
-    """A proof as the API, the page and `doctor` show it."""
+    """A proof in the form for the API, the page and `doctor`."""
     return KernelProof(proof.kernel, proof.error, proof.limit, proof.reason)
 
 
 def served_by(
     model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: DTypeLike
 ) -> ServedShapes:
-    """Shapes that an engine's kernels compute. model: over all devices; own: of one device."""
+    """The shapes in which an engine calls its kernels. model: over all devices. own: one device's
+    configuration.
+    """
     table = 0
     if own.tie_embeddings:
         table = own.vocab_share
@@ -112,7 +116,7 @@ def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
     if own.float32_norms:
         dtype = "float32"
     widths: tuple[int, ...] = ()
-    if own.wide_qk_norm and own.shards == 1:  # no kernel norms what is split over devices
+    if own.wide_qk_norm and own.shards == 1:  # no kernel normalises rows split over devices
         widths = (own.n_heads * own.head_dim, own.n_kv_heads * own.head_dim)
     if own.mamba is not None:
         widths = (*widths, own.mamba.values // own.mamba.groups)
@@ -120,7 +124,7 @@ def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
 
 
 def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[AttentionShapes]:
-    """Attention shapes of each kind of heads."""
+    """The attention shapes of each combination of KV heads and head size."""
     windows: dict[tuple[int, int], set[int]] = {}
     for layer, window in enumerate(own.windows):
         heads = own.of_layer(layer)
@@ -154,7 +158,7 @@ def _delta_shape(own: ModelConfig) -> DeltaShape | None:
 
 
 def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
-    """The different rows that experts are multiplied with at a time; none without experts."""
+    """The different numbers of rows per block of an expert; empty without experts."""
     experts = own.experts
     if experts is None:
         return ()
@@ -163,9 +167,9 @@ def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
 
 
 def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
-    """The different layers of experts."""
+    """The shapes of the different expert layers."""
     experts = [one for one in model.linears() if isinstance(one, ExpertLinear)]
-    pairs = zip(experts[::2], experts[1::2], strict=True)  # what opens, and what closes
+    pairs = zip(experts[::2], experts[1::2], strict=True)  # (gate and up, down) of each layer
     return tuple(
         dict.fromkeys(
             MixtureShape(
@@ -180,7 +184,7 @@ def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
 
 
 def _matrices_of(model: Model, own: ModelConfig) -> tuple[Matrix, ...]:
-    """The different matrices of all layers, in the sizes of one device; own: its configuration."""
+    """The different matrices of all layers, in one device's sizes. own: its configuration."""
     matrices: dict[Matrix, None] = {}
     for linear in model.linears():
         shards = own.shards

@@ -1,7 +1,7 @@
-"""How many threads a CPU's steps are computed with, and on which processors.
+"""Chooses the number of threads for a CPU's steps, and their processors.
 
-XLA and the native kernels start a thread per allowed processor. With a smaller quota (containers)
-waiting threads use it up and all stand still until the next period; and two hyperthreads of a core
+XLA and the native kernels start a thread per allowed processor. If a container's quota is smaller,
+waiting threads use it up and all threads stop until the next period; and two hyperthreads of a core
 share its multipliers.
 """
 
@@ -25,17 +25,17 @@ _GROUPS = "sys/fs/cgroup"
 
 @dataclass(frozen=True, slots=True)
 class _Processors:
-    """Those to compute on, and why no others."""
+    """The processors to compute on, and the reasons for this choice."""
 
-    #: Numbers, ascending.
+    #: Numbers of the chosen processors, ascending.
     chosen: tuple[int, ...]
-    #: That the process may run on.
+    #: Number of processors on which the process may run.
     allowed: int
-    #: Cores of these: processors that share nothing.
+    #: Number of cores among these.
     cores: int
-    #: Processors whose time the control group allows; None: all of it.
+    #: Processor time that the control group allows, in processors; None: no limit.
     quota: float | None
-    #: Threads that were asked for, 0: as many as are useful.
+    #: Requested number of threads; 0: as many as are useful.
     wanted: int
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class _Processors:
         return f"{words}: {', '.join(reasons)}"
 
 
-@cache  # once for each number: what is chosen is all that is allowed later
+@cache  # only once: afterwards only the chosen processors are allowed
 def use_processors(wanted: int) -> None:
     """Restrict this process and its later threads to useful processors, before jax starts its own.
     wanted: how many; 0: as many as are useful. Raises ConfigError for more than there are.
@@ -70,14 +70,16 @@ def processors_here(wanted: int) -> _Processors:
 
 
 def own_processors() -> Sequence[int]:
-    """Numbers of those that this process may run on now."""
+    """Numbers of the processors on which this process may run now."""
     if not hasattr(os, "sched_getaffinity"):
         return range(os.cpu_count() or 1)
     return sorted(os.sched_getaffinity(0))
 
 
 def _choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> _Processors:
-    """One processor of each core within the quota, or as many as are wanted. Raises ConfigError."""
+    """Choose one processor of each core within the quota, or `wanted` processors. Raises
+    ConfigError.
+    """
     if wanted > len(allowed):
         raise ConfigError(
             f"threads: {wanted} are more than the {len(allowed)} processors that may be used here"
@@ -106,7 +108,7 @@ def _by_core(allowed: Sequence[int], root: Path) -> tuple[list[int], list[int]]:
 
 
 def _siblings(number: int, root: Path) -> set[int]:
-    """Processors of the same core, as far as the system tells; such as "0,32" or "0-1"."""
+    """Processors of the same core, from the system's list, such as "0,32" or "0-1"."""
     try:
         text = (root / _TOPOLOGY.format(number)).read_text()
         return set(_numbers_in(text.strip()))
@@ -138,7 +140,9 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """Processors that one control group allows; None where it sets no limit or cannot be read."""
+    """Number of processors that a control group allows; None if it has no limit or cannot be
+    read.
+    """
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

@@ -1,8 +1,8 @@
-"""Operations of the sampler on the columns of logits, held by one device or shared by several.
+"""Operations of the sampler on the columns of logits, held by one device or split over several.
 
-Shared logits stay where they are, and a few numbers a row travel. All devices choose the token that
-one alone would: running sums are of the same lanes of 128 tokens in the same order. Inside a step's
-`shard_map` only.
+Split logits stay on their devices, and only a few numbers per row are exchanged. All devices choose
+the same token as a single device would: running sums are over the same lanes of 128 tokens in the
+same order. For use inside a step's `shard_map` only.
 
 Axes: S logit rows, C columns of this device, V of all of them.
 """
@@ -21,27 +21,30 @@ from jax.lax import bitcast_convert_type
 from jitney.engine.core.models.sharding import DATA, TENSOR
 from jitney.kernels.interface import Threshold
 
-#: Lanes of the two-level inverse transform: sums of 128 tokens, then the tokens of one sum.
+#: Tokens of a lane in the two-level inverse transform: it chooses a lane by the lanes' sums, then a
+#: token of that lane.
 _LANES = 128
-#: Bits of a float32's magnitude that a pass of the search for a cut tells apart.
+#: Bits of a float32's magnitude that one pass of `_search` determines.
 _DIGIT = 4
 #: Magnitude bits of -inf.
 _INFINITY = 0x7F800000
 
 
 class Vocabulary:
-    """The columns of arrays [S, V], all on this device; `SplitVocabulary` shares them."""
+    """Operations on arrays [S, V] whose columns are all on this device."""
 
     def any_row(self, rows: Array) -> Array:
-        """Whether any of rows bool [S] needs a part of the sampler, which is left out else."""
+        """Whether any of rows bool [S] needs a part of the sampler, which is skipped otherwise."""
         return jnp.any(rows)
 
     def columns(self, x: Array) -> Array:
-        """This device's columns of [R, V] that it has whole."""
+        """This device's columns of an array [R, V] that it has in full."""
         return x
 
     def places(self, ids: Array, columns: int) -> Array:
-        """This device's column of each token id; `columns`, that it has, or more: none of its."""
+        """This device's column of each token id, of `columns` columns; a result of `columns` or
+        more: the token is on another device.
+        """
         return ids
 
     def greedy(self, logits: Array) -> Array:
@@ -57,11 +60,11 @@ class Vocabulary:
         return jnp.where(jnp.isfinite(top[:, 0]), first, -1)
 
     def largest(self, x: Array) -> Array:
-        """[S, V] -> [S, 1]."""
+        """The maximum of each row, [S, V] -> [S, 1]."""
         return jnp.max(x, axis=-1, keepdims=True)
 
     def threshold(self, scaled: Array, top_k: Array, top_p: Array, cut: Threshold) -> Array:
-        """See `jitney.kernels.interface.Threshold`; cut: the one for whole rows."""
+        """See `jitney.kernels.interface.Threshold`. cut: the kernel for whole rows."""
         return cut(scaled, top_k, top_p)
 
     def invert(self, weights: Array, u: Array) -> Array:
@@ -82,9 +85,9 @@ class Vocabulary:
         """`jax.lax.top_k` of [S, V] -> (values [S, k], ids int32 [S, k]), ties by id; at most all
         columns.
 
-        Of the k blocks with the best maxima: the k best lie in those, since every block left out
-        has k entries before its own best. A GPU sorts whole rows for more than 16; here it sorts V
-        / 128 maxima and 128 k entries.
+        The k best entries lie in the k blocks with the best maxima, since k other entries come
+        before every entry of the remaining blocks. A GPU sorts whole rows if k is more than 16;
+        here it sorts V / 128 maxima and 128 k entries.
         """
         k = min(k, logits.shape[-1])
         padded = _in_lanes(logits, -jnp.inf)
@@ -102,14 +105,16 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class SplitVocabulary(Vocabulary):
-    """This device's columns of a vocabulary over `devices`. engines: those that run the step."""
+    """Operations on this device's columns of a vocabulary that is split over `devices` devices.
+    engines: number of engines that run the step.
+    """
 
     devices: int
     engines: int = 1
 
     def any_row(self, rows: Array) -> Array:
-        # What only some need has sums over devices in it, which those of all engines run or none:
-        # XLA joins all devices of a program for some of them, whichever exchange anything.
+        # Skipped parts contain sums over devices, which all engines must run or none: for some of
+        # them XLA synchronises all devices of a program, also those that exchange nothing.
         any_here = jnp.any(rows)
         if self.engines == 1:
             return any_here
@@ -130,8 +135,8 @@ class SplitVocabulary(Vocabulary):
         return TENSOR.largest(jnp.max(x, axis=-1, keepdims=True))
 
     def threshold(self, scaled: Array, top_k: Array, top_p: Array, cut: Threshold) -> Array:
-        """By search, whatever cut is: it reads whole rows. At most 16 passes over the row, and as
-        many sums over the devices."""
+        """The threshold by search, without `cut`, which reads whole rows. It takes at most 16
+        passes over the row, and as many sums over the devices."""
         everything = jnp.full_like(top_p, -jnp.inf)
         floor_k = jax.lax.cond(
             self.any_row(top_k > 0), lambda: self._cut_by_count(scaled, top_k), lambda: everything
@@ -144,7 +149,7 @@ class SplitVocabulary(Vocabulary):
         return jnp.maximum(floor_k, jnp.where(top_p < 1.0, floor_p, -jnp.inf))
 
     def _cut_by_count(self, scaled: Array, top_k: Array) -> Array:
-        """The smallest of the k greatest, [S]; -inf where k is 0, or the vocabulary and more."""
+        """The k-th greatest entry, [S]; -inf if k is 0 or at least the vocabulary's size."""
         columns = scaled.shape[-1] * self.devices
         k = jnp.where(top_k > 0, jnp.minimum(top_k, columns), columns)
 
@@ -155,7 +160,9 @@ class SplitVocabulary(Vocabulary):
         return _search(holds, scaled.shape[0])
 
     def _cut_by_mass(self, scaled: Array, top_p: Array, floor: Array) -> Array:
-        """The smallest entry whose betters hold less than top_p of what floor [S] leaves, [S]."""
+        """The smallest entry kept by top_p, [S]: the entries above it have less than top_p of the
+        mass at or above floor [S].
+        """
         weights = jnp.exp(scaled)
         kept_weights = jnp.where(scaled >= floor[:, None], weights, 0.0)
         least_mass = top_p * _sum_over_devices(jnp.sum(kept_weights, axis=-1))
@@ -268,12 +275,13 @@ def _lane_places(columns: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sum_over_devices(x: Array) -> Array:
-    """In the same order on every device, so that all come to the same float."""
+    """Sum over devices in the same order on each, so that all get the same float."""
     return jnp.sum(jax.lax.all_gather(x, TENSOR.name), axis=0)
 
 
 def _search(holds: Callable[[Array], Array], rows: int) -> Array:
-    """The largest t <= 0 of each row that holds, [S]; all smaller ones do, and -inf always does.
+    """The largest t <= 0 of each row for which `holds` is true, [S]. It must be true for all
+    smaller values too, and is assumed true for -inf.
 
     holds: float32 [S, 15] -> bool. Floats up to 0 are ordered by magnitude bits, four a pass.
     """
