@@ -228,8 +228,8 @@ class AdapterManager:
         return _Change(message.ticket, adapters, new, self._digest_of(message.folders))
 
     def _compared(self, message: SetAdapters, served: dict[str, LoadedAdapter]) -> _Change:
-        """No change, but the names of adapters whose files or folders are others than at the start,
-        or which are not served.
+        """A result without changes, with the names of adapters that are not served, or whose files
+        or folders differ from those at the start.
         """
         others = [
             name
@@ -268,7 +268,9 @@ class AdapterManager:
             self._installed.discard(number)
 
     def _begin_installing(self) -> None:
-        """Install the oldest new adapter if it has room; each list fits, so each gets its turn."""
+        """Begin to install the oldest new adapter if it has room. Every list of adapters fits, so
+        each adapter is installed in the end.
+        """
         while self._coming and self._is_needless(self._coming[0].adapter):
             self._tell_others(DropAdapter(self._coming.pop(0).adapter.number))
         if self._coming and self._bank.has_room(self._coming[0].adapter):

@@ -61,25 +61,26 @@ if TYPE_CHECKING:
     from jitney.engine.core.executor.hosts import Follower
     from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter
 
-# Imports inside functions are of parts that most engines do without: several hosts, adapters,
+# Imports inside functions are for parts that most engines do not use: several hosts, adapters,
 # canaries.
 
 _log = logging.getLogger("jitney.core")
 
 
-#: Dtype of activations -> largest difference of log-probabilities that the canary accepts.
+#: The largest difference of log-probabilities that the canary accepts, by dtype of activations.
 _CANARY_LIMITS = {"bfloat16": 0.75, "float16": 0.75, "float32": 0.02}
 
 
-#: Most tokens, prompt and answer, of a request that the canary computes again: its KV memory.
+#: The most tokens, prompt and answer, of a request that the canary recomputes; this limits its KV
+#: memory.
 _CANARY_TOKENS = 4096
 
 
-#: Most rows of a step of the canary's core; more would delay the steps that serve.
+#: The most rows of a step of the canary's core; more would delay the serving steps.
 _CANARY_ROWS = 64
 
 
-#: Smallest weights for which the device's maximum is measured.
+#: Smallest size of the weights, in bytes, for which the device's limits are measured.
 _LEAST_MEASURED_BYTES = 16 << 20
 
 
@@ -92,11 +93,11 @@ class _Built:
 
     setup: Setup
     runner: Runner
-    #: The core that checks the engine, if one does.
+    #: The canary's core; None without a canary.
     alone: EngineCore | None
     adapters: AdapterManager | None
     info: EngineInfo
-    #: Columns of the adapters; None if there are none and no room for any.
+    #: Columns of the adapters; None if the engine has no adapters and no room for any.
     bank: AdapterBank | None
 
 
@@ -109,8 +110,8 @@ def build_engine(
 ) -> tuple[EngineCore, EngineInfo]:
     """Load, size, compile and warm up an engine; reports progress. Raises JitneyError.
 
-    hosts: the other hosts, if any. adapters: name -> number of the configuration's adapters, as an
-    earlier core has set them.
+    hosts: the other hosts, if any. adapters: number of each of the configuration's adapters by
+    name, if an earlier core has assigned them.
     """
     built = _build(config, source, progress, hosts, adapters)
     if hosts is not None:
@@ -187,7 +188,9 @@ def _build(
 
 
 def _with_draft(setup: Setup, draft: ModelSource | None) -> Setup:
-    """With what drafts: the model itself has its own head, and notes what an EAGLE-3 head reads."""
+    """The setup with the source of drafts: for "mtp" the model's own head; for an EAGLE-3 head the
+    model also returns the layer inputs that the head reads.
+    """
     if setup.settings.speculative == "mtp":
         return replace(setup, draft=setup.source)
     if draft is None or draft.config.eagle3 is None:
@@ -197,7 +200,7 @@ def _with_draft(setup: Setup, draft: ModelSource | None) -> Setup:
 
 
 def _load_adapters(setup: Setup, model: Model) -> tuple[AdapterBank, list[LoadedAdapter]] | None:
-    """The bank of adapters; None if there are none and no room for any."""
+    """The bank of adapters; None if the engine has no adapters and no room for any."""
     if not setup.has_adapters:
         return None
     from jitney.engine.core.weights.adapters import load_adapters
@@ -245,7 +248,9 @@ def _manage_adapters(
 
 
 def _others_with_adapters(setup: Setup) -> LeaderAdapters | None:
-    """The hosts that change their adapters with this one; None if there are none."""
+    """The other hosts, which change their adapters together with this one; None if there are
+    none.
+    """
     if setup.hosts is None or setup.settings.data_parallel > 1:
         return None
     from jitney.engine.core.distributed.adapters import LeaderAdapters
@@ -256,8 +261,8 @@ def _others_with_adapters(setup: Setup) -> LeaderAdapters | None:
 
 
 def _step_cost(setup: Setup, model: Model) -> StepCost | None:
-    """The cost of steps; None for an encoder, and for engines that share experts, whose steps also
-    compute rows of others.
+    """The cost of steps; None for an encoder, and for engines that share experts, because their
+    steps also compute rows of other engines.
     """
     if setup.is_encoder or setup.settings.data_parallel > 1:
         return None
@@ -267,7 +272,7 @@ def _step_cost(setup: Setup, model: Model) -> StepCost | None:
 
 
 def _measure_ceiling(setup: Setup, model: Model, kernels: KernelSet) -> DeviceCeiling | None:
-    """The device's measured maximum; None for a small model, whose steps mostly launch programs."""
+    """The device's measured limits; None for a small model, whose step time is mostly launches."""
     n_bytes = sum(array.nbytes for array in jax.tree.leaves(nnx.state(model)))
     if n_bytes < _LEAST_MEASURED_BYTES or setup.is_encoder:
         return None
@@ -280,7 +285,9 @@ def _measure_ceiling(setup: Setup, model: Model, kernels: KernelSet) -> DeviceCe
 
 
 def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
-    """Pack a model's matrices for the kernel set; mesh: over which they are split, if any."""
+    """Pack a model's matrices for the kernel set. mesh: the mesh over which they are split, if
+    any.
+    """
     if mesh is None:
         model.pack(kernels)
         return
@@ -320,7 +327,7 @@ def _load(setup: Setup, kernels: KernelSet, progress: _Report) -> Model:
         )
     if setup.settings.kv_dtype != "auto":
         if setup.hosts is not None:
-            setup.hosts.same("weights", "loaded")  # what follows runs on all of them
+            setup.hosts.same("weights", "loaded")  # the next computation runs on all hosts
         load_kv_scales(model, setup.source, setup.kv_dtype, setup.mesh)
     return model
 
@@ -328,8 +335,8 @@ def _load(setup: Setup, kernels: KernelSet, progress: _Report) -> Model:
 def _load_draft(
     setup: Setup, target: Model, kernels: KernelSet, progress: _Report
 ) -> DraftModel | None:
-    """What drafts, laid out, if anything does: a model, or a head. Its kernels need no proof: where
-    they are wrong, so are the drafts, and no answer changes. Raises ConfigError for another
+    """Load and pack the draft model or head, if there is one. Its kernels need no proof: wrong
+    kernels only make wrong drafts, and change no answer. Raises ConfigError for a different
     vocabulary.
     """
     source, method = setup.draft, setup.settings.speculative
@@ -363,7 +370,7 @@ def _load_draft(
 
 
 def _prove(setup: Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:
-    """The kernels, with those that fail the proof in the served sizes replaced."""
+    """(the kernels, with those that fail the proof in the served sizes replaced; the proofs)."""
     served = _served(setup, model, kernels)
     kernels, proofs = proven(kernels, served, named=setup.settings.kernels != "auto")
     if setup.hosts is not None:
@@ -433,7 +440,9 @@ def _make_programs(
 
 
 def _keep_own(setup: Setup) -> Callable[[Iterable[object]], KeptPrograms] | None:
-    """The store of a runner's programs by Jitney's own key; only for a single device."""
+    """A function that opens the store of compiled programs; None for several devices or without a
+    cache folder.
+    """
     folder = jax.config.jax_compilation_cache_dir
     if setup.mesh is not None or not setup.settings.compilation_cache or not folder:
         return None
@@ -468,7 +477,7 @@ def _compile(setup: Setup, runner: Runner, progress: _Report) -> None:
         progress(messages.Progress("compile", done, total, what))
 
     def meet() -> None:
-        # The first program that runs joins the devices of all hosts: Gloo waits 30 s for that.
+        # The first program that runs connects the devices of all hosts; Gloo waits at most 30 s.
         if setup.hosts is not None:
             setup.hosts.same("programs", "compiled")
 

@@ -1,4 +1,4 @@
-"""Collects the parts of step reports besides outputs: seats, events, prompt chunks."""
+"""The reporter collects the parts of step reports beside outputs: seats, events, prompt chunks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PREDICT_EVERY_S = 0.5
 
 
 class Reporter:
-    """Collects what the next report says of a scheduler."""
+    """Collects a scheduler's events and answers for the next report."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]):
         self._scheduler = scheduler
         self._clock = clock
-        #: Not answered yet.
+        #: Questions that are not answered yet.
         self.questions: list[AskSeatMap] = []
         self._answers: list[SeatMap] = []
-        # When a report last had the predicted wait.
+        # Clock seconds at which the predicted wait was last reported.
         self._predicted_at = -math.inf
 
     def answer(self) -> None:
@@ -37,13 +37,13 @@ class Reporter:
         self.questions.clear()
 
     def take_answers(self) -> list[SeatMap]:
-        """Take the answers that were not reported yet."""
+        """Return the answers that are not reported yet."""
         answers, self._answers = self._answers, []
         return answers
 
     def seat_map(self, ticket: int = 0, *, seats: bool = True) -> SeatMap:
-        """Every seat (unless `seats` is false) and the state of every page; ticket: of the
-        question.
+        """Every seat (unless `seats` is false) and the state of every page. ticket: number of the
+        question that this answers.
         """
         scheduler = self._scheduler
         page_states = scheduler.pool.states().tobytes()
@@ -52,7 +52,7 @@ class Reporter:
         return SeatMap(ticket, scheduler.seat_map() if seats else [], page_states, windows)
 
     def predicted_wait(self) -> float | None:
-        """Predicted wait behind all that wait now, seconds; None if just reported."""
+        """Predicted wait of a request that arrives now, seconds; None if reported recently."""
         now = self._clock()
         if now - self._predicted_at < _PREDICT_EVERY_S:
             return None
@@ -60,9 +60,9 @@ class Reporter:
         return self._scheduler.predicted_wait_s
 
     def events(self, plan: Plan | None, started: float) -> list[SequenceEvent]:
-        """Events of sequences since the last report: those that lost their seat other than
-        for a plan, seats that a batch kept and that are free again, and what a plan brought that
-        was begun at `started`.
+        """Events since the last report: sequences that lost their seat outside of a plan, seats
+        that a batch had kept and that are free again, and the events of a plan that was started at
+        the clock time `started`.
         """
         step = self._scheduler.steps
         unseated = self._scheduler.take_unseated()
@@ -86,8 +86,8 @@ class Reporter:
 
 
 def _seat_events(plan: Plan, started: float) -> list[SequenceEvent]:
-    """Which sequences were preempted for the plan, then which boarded in it; the seat of the
-    preempted is known from when they boarded.
+    """The sequences that the plan preempted, then those that boarded. Events of preempted ones have
+    no seat: it is known from the time they boarded.
     """
     step = plan.number
     preempted = [_event_of("preempted", seq, step, started) for seq in plan.preempted]

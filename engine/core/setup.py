@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney.core")
 
-#: Settings that only decoders support.
+#: Settings that encoders do not support.
 _NOT_OF_ENCODERS = (
     "weights",
     "adapters",
@@ -74,9 +74,10 @@ class Setup:
     context: int
     #: The other hosts; None if there are none.
     hosts: Hosts | None
-    #: The files of what drafts, the model's own for its head; None: no model does.
+    #: The files of the draft model or head; for the model's own head, the model's files. None:
+    #: neither is used.
     draft: ModelSource | None = None
-    #: Name -> number of the configuration's adapters.
+    #: Numbers of the configuration's adapters, by name.
     adapters: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -94,7 +95,7 @@ class Setup:
 
     @property
     def runs_in_parts(self) -> bool:
-        """Whether each step is two programs: see `engine.core.executor.step_parts`."""
+        """Whether each step runs as several programs, see `engine.core.executor.step_parts`."""
         return self.device.platform == "cpu" and self.mesh is None and not self.is_encoder
 
     @property
@@ -112,7 +113,7 @@ class Setup:
 
     @cached_property
     def pooling(self) -> str:
-        """off or a `Pooling`; an encoder's is set by its files."""
+        """The pooling of prompts' vectors, "off" or a `Pooling`; an encoder's files set its own."""
         encoder = self.source.config.encoder
         if encoder is not None:
             return encoder.pooling
@@ -129,7 +130,9 @@ class Setup:
 
     @property
     def dimensions(self) -> tuple[int, ...] | None:
-        """Lengths that vectors may be cut to; empty: any; None: none. Raises ModelError."""
+        """Lengths to which vectors may be truncated; empty: any length; None: no vectors are made.
+        Raises ModelError.
+        """
         if self.pooling in ("off", "classify"):
             return None
         return self.source.stated_dimensions()
@@ -186,7 +189,7 @@ def setup_on(
             model.context_length,
         )
     if model.encoder is None:
-        # Some ropes depend on the context that is served.
+        # Some rotary embeddings depend on the served context length.
         source = replace(source, config=replace(model, context_length=context))
     if config.engine.canary_every and source.config.experts is not None and dtype != jnp.float32:
         raise ConfigError(
@@ -222,7 +225,7 @@ def _check_encoder(config: Config, model: ModelConfig) -> None:
 
 
 def _check_pool_dtype(kv_dtype: str, model: ModelConfig) -> None:
-    """Raise ConfigError for a narrow pool of keys that serve as values."""
+    """Raise ConfigError for a quantised pool with latent attention, whose keys are also values."""
     if kv_dtype != "auto" and model.latent is not None:
         raise ConfigError(
             f"kv_dtype {kv_dtype}: the pool of latent attention has the model's dtype; leave it out"
@@ -261,8 +264,8 @@ def make_buckets(setup: Setup, kernels: KernelSet) -> Buckets:
 
 
 def _smallest_bucket(kernels: KernelSet) -> int:
-    """The smallest bucket: XLA:CPU's products of any kind are ten times slower at one row than at
-    four.
+    """Rows of the smallest bucket: 4 if one of the products is XLA:CPU's, which takes ten times as
+    long for one row as for four; else 1.
     """
     plain = reference()
     for name in ("matmul", "gated", "project", "attend"):
@@ -272,7 +275,7 @@ def _smallest_bucket(kernels: KernelSet) -> int:
 
 
 def choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = None) -> KernelSet:
-    """The kernel set of a name, for these heads if given. Raises ConfigError."""
+    """The kernel set with this name, for these heads if given. Raises ConfigError."""
     try:
         return select(platform_name, name, heads)
     except KernelError as error:

@@ -1,11 +1,11 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of a matrix, side by side: every row
-of a step is multiplied with all of them, and keeps what its own one gave.
+of a step is multiplied by all of them, and only the columns of its own adapter count.
 
-A row's result does not depend on other adapters, since all numbers of all adapters are finite
-(`engine.core.weights.checkpoints.adapter`): columns of others are set to 0, and 0 times NaN would
-be NaN. A step has one shape whichever adapters its rows ask for. The price is that of all adapters'
-columns in every step, which are few: eight adapters of rank 16 are 128 columns, beside thousands of
-the matrix.
+A row's result does not depend on other adapters, because all numbers of all adapters are finite
+(`engine.core.weights.checkpoints.adapter`): other adapters' columns are set to 0, and 0 times NaN
+would be NaN. A step has the same shape whichever adapters its rows use. The cost is multiplying by
+all adapters' columns in every step, which are few: eight adapters of rank 16 have 128 columns,
+while the matrix has thousands.
 
 Axes: T token rows, I and O a matrix's inputs and outputs, C columns of all adapters together.
 """
@@ -23,9 +23,9 @@ class Adapters(nnx.Module):
     """All adapters of an engine for one matrix. Each adds x a b to its products, for its own
     columns of a and rows of b.
 
-    a [I, C], b [C, O], the latter with the adapter's scale in it. owners: int32 [C], for each
-    column the number of its adapter, from 1; below 0: of none. They are weights like any others, so
-    that an adapter can take columns that are free without another program.
+    a [I, C], b [C, O]; b includes the adapter's scale. owners: int32 [C], the adapter number of
+    each column, from 1; below 0: no adapter. They are ordinary weights, so that a new adapter can
+    use free columns without another program.
     """
 
     def __init__(self, a: Array, b: Array, owners: Array):
@@ -41,7 +41,7 @@ class Adapters(nnx.Module):
 
     @property
     def columns(self) -> int:
-        """C; not once they are packed."""
+        """The number of columns C; not after packing."""
         return self.a.shape[1]
 
     def pack(self, kernels: Kernels) -> None:

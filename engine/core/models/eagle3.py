@@ -1,8 +1,8 @@
 """EAGLE-3 heads (arXiv 2503.01840): one layer trained to draft for a model that is not changed.
 
-Row j reads what goes into three layers of the model at row j, joined by a matrix, and token j + 1.
-Further drafts read the head's own state in place of the joined ones. It drafts the tokens of a
-vocabulary of its own, a part of the model's.
+Row j reads the inputs of three of the model's layers at row j, joined by a matrix, and token j + 1.
+Further drafts read the head's own state instead of the joined inputs. It drafts from a vocabulary
+of its own, which is a part of the model's.
 
 Axes: T rows, R rows that draft, E embed, N pages.
 """
@@ -26,9 +26,9 @@ from jitney.kernels.interface import AttentionMeta, Kernels
 
 
 class Eagle3Head(PredictionHead):
-    """One block, whose attention reads 2E numbers of a row; joint [3E, E] before it, and norm and
-    lm_head [E, D] behind it, D tokens that it drafts. offsets int32 [D]: what is added to the
-    number of such a token to have the model's; None: the numbers are the model's.
+    """One block, whose attention reads rows of size 2E, with joint [3E, E] before it, and norm and
+    lm_head [E, D] after it; D is the size of the head's vocabulary. offsets int32 [D]: added to a
+    token id of the head to get the model's token id; None: the ids are equal.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -80,7 +80,7 @@ class Eagle3Head(PredictionHead):
         return Hidden(x + o), [pool]
 
     def drafted(self, hidden: Hidden, model: Llama, kernels: Kernels) -> tuple[Array, Array]:
-        """See `PredictionHead.drafted`: goes on from the state before the norm."""
+        """See `PredictionHead.drafted`; the next draft reads the state before the norm."""
         x, normed = self.ended(hidden, kernels)
         return x.astype(self.dtype), self.projected(normed, kernels)
 

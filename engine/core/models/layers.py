@@ -1,5 +1,5 @@
-"""Layers shared by all models: every norm of the engine, and every product with weights, is called
-here.
+"""Layers shared by all models: every norm of the engine and every product with weights is called
+from here.
 
 Axes: T tokens, E embed, F feed-forward, I and O any input and output size. dtype in equals dtype
 out; sums and norms are computed in float32.
@@ -26,12 +26,12 @@ from jitney.engine.core.weights.checkpoints.model_config import Activation, Mode
 from jitney.kernels.experts import gate
 from jitney.kernels.interface import AttentionMeta, Kernels, Pack
 
-#: From so many on, rows of a product whose results are summed over devices are many: half of the
-#: outputs take longer to send than to set out.
+#: Fewest rows for which a product that is summed over devices is computed in two halves: from here
+#: on half of the outputs take longer to send than a second product takes to start.
 _ROWS_IN_HALVES = 256
-#: Axes of a matrix as it comes, at most: those of experts that are set apart, [X, I, O].
+#: The most axes of an unpacked matrix: those of separate experts, [X, I, O].
 _FLAT = 3
-#: How many numbers are drawn for an array of no more: enough for all of most tiny models.
+#: Array sizes up to which this many random numbers are drawn; most tiny models need no more.
 _DRAWN = (1 << 15, 1 << 17)
 
 
@@ -43,8 +43,8 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DTypeLi
     enough = next((size for size in _DRAWN if size >= count), None)
     if enough is None or isinstance(key, Tracer):
         return (spread * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-    # A key's first numbers are the same however many are drawn, and two programs draw them for
-    # all small arrays: to compile one for each shape takes seconds of a tiny model's start.
+    # A key's first numbers do not depend on how many are drawn, so two programs serve all small
+    # arrays: compiling one for each shape would take seconds of a tiny model's start.
     drawn = np.asarray(jax.random.normal(key, (enough,), jnp.float32))[:count]
     return jnp.asarray((np.float32(spread) * drawn).astype(dtype).reshape(shape))
 
@@ -55,8 +55,8 @@ class Linear(nnx.Module):
 
     kernel, scale, zeros, lows: the arrays of `Packed`; `set_matrix` replaces them. summed: the
     inputs are split over devices, so the products are summed over them (in x's dtype) before the
-    bias. activation: of a matrix that opens an MLP, see `gated`. adapters: what is added to the
-    products, before the bias, of rows that ask for it; None: nothing is.
+    bias. activation: of the first matrix of an MLP, see `gated`. adapters: added to the products,
+    before the bias, for rows that use an adapter; None: no adapters.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class Linear(nnx.Module):
     def _product(
         self, x: Array, kernels: Kernels, dtype: DTypeLike, adapted: Array | None
     ) -> Array:
-        """[T, O] in `dtype`, with what adapters add."""
+        """The products [T, O] in `dtype`, with adapters added."""
         if self.adapters is None or adapted is None:
             return self.packed.product(x, kernels, dtype)
         y = self.packed.product(x, kernels)
         return (y + self.adapters(x, adapted, kernels)).astype(dtype)
 
     def _sum(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
-        """The products of all devices, summed: [T, O] in x's dtype."""
+        """The sum of all devices' products: [T, O] in x's dtype."""
         if self.adapters is not None:
             return TENSOR.total(self._product(x, kernels, x.dtype, adapted))
         packed = self.packed
@@ -127,8 +127,8 @@ class Linear(nnx.Module):
         return jnp.concatenate(sums, axis=1)
 
     def gated(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
-        """x [T, I] -> gates, the first half of the outputs, and ups behind the activation, [T, O //
-        2] in x's dtype; of an activation without gates all outputs behind it.
+        """x [T, I] -> [T, O // 2] in x's dtype: the activation of the gates (the first half of the
+        outputs) times the ups. For an activation without gates, the activation of all outputs.
         """
         assert self.activation is not None
         if self.bias is None and self.adapters is None:
@@ -139,15 +139,15 @@ class Linear(nnx.Module):
 
     @property
     def gated_by_kernel(self) -> bool:
-        """Whether `gated` is the kernel set's, if it multiplies this scheme: for silu, where
-        nothing is added to the products.
+        """Whether `gated` uses the kernel set's fused kernel, if it has one for this scheme: for
+        silu, if nothing is added to the products.
         """
         opens = self.activation == "silu" and self.bias is None and self.adapters is None
         return opens and self.packed.scheme in ("plain", "int8", "int4")
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(I, O), over all devices; not of a matrix that is packed."""
+        """(I, O) over all devices; not for a packed matrix."""
         size_in, size_out = self.kernel.shape
         if self.packed.in_four_bits:
             size_in *= 2
@@ -155,7 +155,7 @@ class Linear(nnx.Module):
 
     @property
     def in_panels(self) -> bool:
-        """Whether a CPU's kernels laid the matrix out for products of any number of rows."""
+        """Whether the matrix is packed for a CPU's kernels, for products of any number of rows."""
         return self.kernel.ndim > _FLAT
 
     def pack(self, kernels: Kernels) -> None:
@@ -168,8 +168,8 @@ class Linear(nnx.Module):
             self.adapters.pack(kernels)
 
     def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """`pack`, of a matrix that is split over devices: each lays out its own share. Only
-        where rows are rounded to fp8; other matrices stay as they are split.
+        """Pack a matrix that is split over devices: each device packs its own share. This is done
+        only if rows are rounded to fp8; other matrices stay unpacked.
         """
         if self.packed.scheme != "fp8" or kernels.fp8 is None:
             return
@@ -192,26 +192,26 @@ class Linear(nnx.Module):
 
     @property
     def packed(self) -> Packed:
-        """The matrix as it is stored; of an abstract model its shapes."""
+        """The matrix as it is stored; for an abstract model its shapes."""
         params = self.scale, self.zeros, self.lows
         return Packed(self.kernel.get_value(), *map(_array_of, params))
 
     def adapt(self, adapters: Adapters) -> None:
-        """Have the rows that ask for one of these adapters changed by it."""
+        """Add these adapters to the products of rows that use one of them."""
         self.adapters = nnx.data(adapters)
 
     def set_matrix(self, packed: Packed) -> None:
         """Replace the matrix, and with it the scheme."""
         for name, array in packed._asdict().items():
             if array is not None:
-                # nnx fixes an attribute without arrays as such when it is first set; data() says
-                # that it may change.
+                # An attribute that is first set without arrays stays static in nnx; data() declares
+                # that it may hold arrays.
                 array = nnx.data(nnx.Param(array))
             setattr(self, name, array)
 
 
 def _array_of(param: nnx.Param | None) -> Any:
-    """The array of a weight, or its shape, which cannot be indexed."""
+    """The array of a weight, or its shape in an abstract model, which cannot be indexed."""
     return None if param is None else param.get_value()
 
 
@@ -235,12 +235,12 @@ class RMSNorm(nnx.Module):
         return kernels.rms_norm(x, self.weight[...], self.eps)
 
     def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
-        """x and added [T, E] -> (their sum in x's dtype, the same normed in added's)."""
+        """x and added [T, E] -> (their sum in x's dtype, the normed sum in added's dtype)."""
         return kernels.norm_sum(x, added, self.weight[...], self.eps)
 
 
 class UnitNorm(nnx.Module):
-    """x / rms(x) of the last E numbers, without weights of its own."""
+    """x / rms(x) over the last axis E, without weights."""
 
     def __init__(self, size: int, eps: float):
         self.size = size
@@ -273,16 +273,16 @@ class _LayerNorm(RMSNorm):
 
 
 class NoNorm(nnx.Module):
-    """In a norm's place, where rows are taken as they are; see `RMSNorm`."""
+    """An identity with the methods of `RMSNorm`, for layers without a norm."""
 
     def __call__(self, x: Array, kernels: Kernels) -> Array:
         return x
 
     def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
-        """x and added [T, E] -> (their sum in x's dtype, the same in added's).
+        """x and added [T, E] -> (their sum in x's dtype, the same sum in added's dtype).
 
-        XLA leaves out the rounding where what reads the sum is fused with it, which differs from
-        bucket to bucket (docs/decisions, 0033): said once more, it stays.
+        XLA skips the rounding if it fuses the sum with its reader, which differs from bucket to
+        bucket (docs/decisions, 0033); an explicit second rounding prevents this.
         """
         total = rounded(x + added, x.dtype)
         return total, rounded(total, added.dtype)
@@ -294,8 +294,8 @@ def scaled(x: Array, factor: float) -> Array:
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
-    """x in a dtype, with that dtype's rounding even where XLA computes on in a wider one: of an x
-    that has the dtype already XLA would leave this rounding out, and the one before it.
+    """Round x to a dtype, even where XLA continues in a wider one. (If x has the dtype already, XLA
+    would skip a plain conversion, and the rounding before it too.)
     """
     numbers = jnp.finfo(dtype)
     wide = x.astype(jnp.float32)
@@ -303,13 +303,13 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
 
 
 class RowFacts(NamedTuple):
-    """Facts of a feed-forward's rows; a pytree of arrays."""
+    """Facts about a feed-forward's rows; a pytree of arrays."""
 
-    #: int32: rows from there on pad the step; None: none does.
+    #: int32: number of rows that are not padding; None: all rows.
     count: Array | None = None
     #: int32 [T], see `jitney.kernels.interface.AttentionMeta`.
     adapted: Array | None = None
-    #: int32 [engines]: the count of each engine that shares the model's experts, if it is known.
+    #: int32 [engines]: the count of each engine that shares the model's experts; None: not known.
     counts: Array | None = None
 
     @classmethod
@@ -349,7 +349,7 @@ class MLP(nnx.Module):
 
 
 class NoMLP(nnx.Module):
-    """In an MLP's place, where a layer has none."""
+    """A feed-forward that adds zeros, for layers without an MLP."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         """The arguments are those of `MLP`."""

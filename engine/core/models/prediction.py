@@ -1,8 +1,8 @@
-"""The layer behind a model's last that predicts one token more (multi-token prediction, arXiv
-2412.19437, section 2.2; DeepSeek-V3's and GLM's files call it nextn).
+"""Prediction heads: a layer after a model's last one that predicts one more token (multi-token
+prediction, arXiv 2412.19437, section 2.2; DeepSeek-V3's and GLM's files call it nextn).
 
-Its row j reads the model's hidden state j behind the final norm and token j + 1, and predicts token
-j + 2. Embedding and output head are the model's.
+Its row j reads the model's hidden state j after the final norm and token j + 1, and predicts token
+j + 2. It uses the model's embedding and output head.
 
 Axes: T rows, E embed, N pages.
 """
@@ -27,8 +27,9 @@ from jitney.kernels.interface import AttentionMeta, Kernels
 
 
 class PredictionHead(Llama):
-    """One block, a final norm, and joint [2E, E] before it, which reads an embedding and a hidden
-    state, each normed. It comes before the family's class, which has the block.
+    """One block, a final norm, and the matrix joint [2E, E] before the block, which reads a normed
+    embedding and a normed hidden state. As a base class it comes before the family's class, which
+    has the block.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -44,11 +45,11 @@ class PredictionHead(Llama):
 
     @property
     def reads_normed(self) -> bool:
-        """It reads the model's hidden states behind the final norm; else `Hidden.noted`."""
+        """Whether it reads the model's hidden states after the final norm; else `Hidden.noted`."""
         return True
 
     def embedded_for(self, tokens: Array, model: Llama) -> Array:
-        """tokens int32 [T] -> [T, E]; model: the one that it drafts for."""
+        """Embeddings of tokens int32 [T] -> [T, E]. model: the model for which it drafts."""
         return model.embedded(tokens)
 
     def joined(self, read: Array, kernels: Kernels) -> Array:
@@ -58,22 +59,22 @@ class PredictionHead(Llama):
     def predict(
         self, embedded: Array, states: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """embedded, states [T, E]: of the next tokens, and of `joined` or `drafted` -> (rows behind
-        the attention, for `drafted`; kv).
+        """Run the block. embedded [T, E]: embeddings of the next tokens. states [T, E]: from
+        `joined` or `drafted`. -> (rows after the attention, for `drafted`; kv).
         """
         read = [self.embedding_norm(embedded, kernels), self.hidden_norm(states, kernels)]
         x = self.joint(jnp.concatenate(read, axis=1), kernels)
         return self.through_layers(x, kv, [meta], kernels)
 
     def drafted(self, hidden: Hidden, model: Llama, kernels: Kernels) -> tuple[Array, Array]:
-        """R rows -> (the states [R, E] from which it goes on, logits of what it drafts, float32
+        """R rows -> (the states [R, E] for the next draft, the logits of this draft float32
         [R, D]).
         """
         normed = self.normed(hidden, kernels)
         return normed, model.projected(normed, kernels)
 
     def token_ids(self, columns: Array) -> Array:
-        """Columns of those logits, int32 [R], -1 for none -> tokens of the model."""
+        """Columns of these logits, int32 [R], -1 for none -> token ids of the model."""
         return columns
 
     def linears(self) -> Iterator[Linear]:

@@ -1,10 +1,10 @@
 """The interface of a model to the rest of the engine.
 
-Loading, sharding, the proof of kernels, calibration and the step see no more of a model than this.
-Most families are a few overrides of `jitney.engine.core.models.llama.Llama`; one that is not shall
+Loading, sharding, the proof of kernels, calibration and the step use only these members of a model.
+Most families are a few overrides of `jitney.engine.core.models.llama.Llama`; any other model must
 be an `nnx.Module` with these members.
 
-Weights are addressed by their path in the module's flat state. Two of its parts have a meaning
+Weights are addressed by their path in the module's flat state. Two parts of a path have a meaning
 elsewhere: `jitney.engine.core.models.sharding` splits the outputs of modules named qkv, gate_up and
 lm_head, the weights of norms named wide_q_norm and wide_k_norm, the inputs of modules named o and
 down, and the rows of `embed`; and the last part of a `Linear`'s matrix is `kernel`. Every other
@@ -33,21 +33,21 @@ from jitney.kernels.interface import AttentionMeta, Kernels
 
 
 class Model(Protocol):
-    """Weights, and the functions that use them; a pytree (`nnx.Module`). An encoder is given whole
-    texts and no pools, and its logits are those of its own head (`ModelConfig.encoder`).
+    """A model's weights and the functions that use them; a pytree (`nnx.Module`). An encoder gets
+    whole texts and no pools, and its logits are those of its own head (`ModelConfig.encoder`).
     """
 
-    #: What one device runs; its `windows` say which layers see how far.
+    #: The configuration of one device's share; its `windows` are how far each layer sees.
     config: ModelConfig
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        """Random weights in `dtype`, of the shares of one of `config.shards` devices."""
+        """Make random weights in `dtype`, for the share of one of `config.shards` devices."""
 
     def __call__(
         self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """tokens int32 [T], kv L times [N, page, 2K, D], None of layers that keep nothing -> (rows
-        behind the last attention, the pools with the step's keys and values).
+        """Run the layers: tokens int32 [T], kv L times [N, page, 2K, D] (None for layers without a
+        pool) -> (rows after the last attention, the pools with the step's keys and values).
         """
         ...
 
@@ -56,7 +56,7 @@ class Model(Protocol):
         ...
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """R rows -> [R, E] behind the final norm, which is what the output head reads."""
+        """R rows -> [R, E] after the final norm, as the output head reads them."""
         ...
 
     def linears(self) -> Iterator[Linear]:
@@ -64,11 +64,11 @@ class Model(Protocol):
         ...
 
     def pack(self, kernels: Kernels) -> None:
-        """Lay the matrices out as the kernel set multiplies them fastest; done last."""
+        """Pack the matrices in the layout that the kernel set multiplies fastest; done last."""
         ...
 
     def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """`pack`, of a model that is split over the devices of a mesh."""
+        """Pack a model that is split over the devices of a mesh."""
         ...
 
     def set_kv_scales(self, scales: list[Array]) -> None:
