@@ -136,12 +136,12 @@ def _attend_group(queries: Array, k: Array, v: Array, first: Array, end: Array) 
         scores = jnp.where(there, scores * scale, _HIDDEN_SCORE)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.where(there, jnp.exp(scores - new_top[..., None]), 0.0)
-        kept = jnp.exp(top - new_top)
-        total = total * kept + weights.sum(axis=-1)
+        decay = jnp.exp(top - new_top)
+        total = total * decay + weights.sum(axis=-1)
         added = jnp.einsum(
             "ghbc,gchd->ghbd", weights.astype(v.dtype), v_chunk, preferred_element_type=wide
         )
-        return new_top, total, summed * kept[..., None] + added
+        return new_top, total, summed * decay[..., None] + added
 
     rows = n_blocks, n_heads, n_rows
     begin = (

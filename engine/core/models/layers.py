@@ -27,7 +27,7 @@ from jitney.kernels.experts import gate
 from jitney.kernels.interface import AttentionMeta, Kernels, Pack
 
 #: Fewest rows for which a product that is summed over devices is computed in two halves: from here
-#: on half of the outputs take longer to send than a second product takes to start.
+#: on half of the outputs take longer to send than a transfer takes to start.
 _ROWS_IN_HALVES = 256
 #: The most axes of an unpacked matrix: those of separate experts, [X, I, O].
 _FLAT = 3

@@ -1,11 +1,11 @@
 """Mixtures of experts (Shazeer et al. 2017, arXiv 1701.06538): Qwen3's, Mixtral and gpt-oss.
 
-A layer's feed-forward is one of many alike, its experts, and a router chooses a few of them for
-each row. Rows are sorted by expert, and multiplied in blocks of one expert each, as many as there
-are: an expert that no row chose is not read, and rows that pad a step cost nothing. Where the
-kernel set has a kernel for it, that is all blocks at once; else one after the other. A row's
-experts are added in an order of its own, and a kernel set whose products of a row depend on that
-row alone gives it the same numbers alone and in a crowd.
+A layer has many feed-forwards of the same shape, its experts, and a router chooses a few of them
+for each row. Rows are sorted by expert, and multiplied in blocks of one expert each: an expert that
+no row chose is not read, and padding rows cost nothing. If the kernel set has a kernel for it, all
+blocks are multiplied at once; else one after the other. The outputs of a row's experts are added in
+the order of its own choices, so with a kernel set whose products of a row depend only on that row,
+the result does not depend on the other rows of the step.
 
 Axes: T rows, E embed, F an expert's feed-forward, X experts, C those that a row goes through, N
 blocks, B rows of a block.
@@ -36,7 +36,7 @@ from jitney.kernels.interface import Kernels, OneOf, Pack
 from jitney.kernels.mxfp4 import Mxfp4
 from jitney.kernels.routing import Routes
 
-#: A router's columns are a multiple of this, as those of products with kernels of their own.
+#: A router's columns are padded to a multiple of this, as kernels for products need.
 _COLUMNS = 16
 _MIXTRAL = replace(
     HF,
@@ -51,7 +51,7 @@ _DIALECTS = {
     "MixtralForCausalLM": _MIXTRAL,
     "GptOssForCausalLM": replace(HF, sinks="self_attn.sinks", router="mlp.router"),
 }
-#: Those of GGUF files.
+#: Names of GGUF files, by architecture.
 _GGUF = {
     "Qwen3MoeForCausalLM": GGUF,
     "MixtralForCausalLM": replace(GGUF, paired_rows=True),
@@ -60,8 +60,8 @@ _GGUF = {
 
 
 class ExpertLinear(Linear):
-    """The matrices [I, O] of X experts: side by side, [I, X * O], as they are loaded and rounded;
-    once they are packed, each for itself, [X, ...], and with them the scales of mxfp4. Biases
+    """The matrices [I, O] of X experts. They are side by side, [I, X * O], when loaded and
+    quantised; after packing they are separate, [X, ...], and so are the scales of mxfp4. Biases
     stay side by side, [X * O].
     """
 
@@ -78,7 +78,7 @@ class ExpertLinear(Linear):
         activation: Activation | None = None,
         group_size: int = 1,
     ):
-        """group_size: devices of the group whose products with the matrices are summed."""
+        """group_size: number of devices whose products with the matrices are summed."""
         super().__init__(
             size_in,
             n_experts * size_out,
@@ -93,11 +93,13 @@ class ExpertLinear(Linear):
 
     @property
     def _apart(self) -> bool:
-        """Whether each is laid out for itself."""
+        """Whether the matrices are separate."""
         return self.kernel.ndim > 2
 
     def of(self, expert: Array, kernels: Kernels) -> Packed:
-        """The matrix of one expert, int32; where it lies, if the kernel set takes such."""
+        """The matrix of expert number `expert`, int32; without a copy if the kernel set can read
+        one matrix of a stack.
+        """
 
         def part(array: Array) -> Array:
             size = array.shape[-1] // self.n_experts
@@ -118,7 +120,7 @@ class ExpertLinear(Linear):
         return rest._replace(kernel=one(packed.kernel))
 
     def with_bias(self, sums: Array, expert: Array) -> Array:
-        """Products with the matrix of one expert, float32 [B, O], and its bias."""
+        """Add one expert's bias to the products with its matrix, float32 [B, O]."""
         if self._biases is None:
             return sums
         own = jax.lax.dynamic_index_in_dim(self._biases, expert, keepdims=False)
@@ -126,8 +128,8 @@ class ExpertLinear(Linear):
 
     @property
     def _biases(self) -> Array | None:
-        """[X, O], what this device adds; where the products of a group of devices are summed, the
-        first of them adds it.
+        """The biases [X, O] that this device adds. If a group of devices sums its products, only
+        the first device adds biases.
         """
         if self.bias is None:
             return None
@@ -137,12 +139,12 @@ class ExpertLinear(Linear):
         return jnp.where(TENSOR.number() % self.group_size == 0, biases, 0)
 
     def at_once(self, kernels: Kernels) -> bool:
-        """Whether the kernel set multiplies all blocks at once with matrices kept like these."""
+        """Whether the kernel set multiplies all blocks at once with matrices of this scheme."""
         return kernels.experts is not None and self.packed.scheme != "int4"
 
     @property
     def stack(self) -> Stack:
-        """All matrices, each for itself."""
+        """All matrices, separate, for kernels that multiply all blocks at once."""
         scale = self.packed.scale
         arrays = self._to_set_apart
         if not self._apart:
@@ -155,19 +157,19 @@ class ExpertLinear(Linear):
 
     @property
     def _to_set_apart(self) -> Mxfp4:
-        """The matrices, and what lies as they do: the scales of mxfp4, else None."""
+        """The matrices, and the scales of mxfp4, which have the same layout; else None."""
         packed = self.packed
         return Mxfp4(packed.kernel, packed.scale if packed.scheme == "mxfp4" else None)
 
     def _replace_apart(self, arrays: Mxfp4) -> None:
-        """Put in their place what was made of them."""
+        """Replace the matrices, and scales if any, by these arrays."""
         self.kernel = nnx.Param(arrays.packed)
         if arrays.scales is not None:
             self.scale = nnx.data(nnx.Param(arrays.scales))
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(I, O) of one expert, over all devices of all engines; not once they are packed.
+        """(I, O) of one expert, over all devices of all engines; not after packing.
 
         With device groups, I or O is still the total over all devices, although each group holds
         different experts; divide it by all devices for the size of one device.
@@ -187,7 +189,7 @@ class ExpertLinear(Linear):
             self._replace_apart(_set_apart(arrays, self.n_experts, pack, parts))
 
     def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """See `Linear.pack_shares`; one behind the other too, where the kernel set multiplies
+        """See `Linear.pack_shares`. The matrices are also separated if the kernel set multiplies
         all blocks at once.
         """
         axes = experts_axes(mesh)
@@ -204,7 +206,7 @@ class ExpertLinear(Linear):
         self._set_apart_by(lambda work, array: lay_out(array, work), work, kernels)
 
     def set_apart(self, kernels: Kernels) -> None:
-        """Lay the matrices out one behind the other."""
+        """Separate the matrices, [I, X * O] -> [X, I, O]."""
         self._set_apart_by(_SetApart.__call__, _SetApart(self.n_experts), kernels)
 
     def _set_apart_by(
@@ -218,7 +220,7 @@ class ExpertLinear(Linear):
 
 @dataclass(frozen=True)
 class _SetApart:
-    """`_set_apart` of one device's share; rows: they are padded to a multiple of."""
+    """Separates the matrices of one device's share. rows: they are padded to a multiple of this."""
 
     n_experts: int
     pack: Pack | None = None
@@ -232,7 +234,9 @@ class _SetApart:
 
 @partial(jax.jit, static_argnames=("n_experts", "pack", "parts"))
 def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: int) -> Any:
-    """[I, X * O] -> [X, I, O], each laid out by `pack`; a tree of arrays at once."""
+    """Separate matrices, [I, X * O] -> [X, I, O], and pack each with `pack`. w: an array or a tree
+    of arrays.
+    """
     apart = jax.tree.map(lambda one: one.reshape(len(one), n_experts, -1).swapaxes(0, 1), w)
     if pack is None:
         return apart
@@ -240,13 +244,13 @@ def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: i
 
 
 class Experts(MLP):
-    """A router [E, X], which is never rounded to a scheme, and of each expert gate and up fused
-    [E, 2F], or up alone, and down [F, E]. Where all rows go through a shared expert, too, its gate,
-    if it has one, is the router's last column.
+    """A router [E, X], which is never quantised, and for each expert gate and up fused [E, 2F] (or
+    only up), and down [F, E]. If there is a shared expert for all rows, its gate, if any, is the
+    router's last column.
 
-    Of a model over several devices in groups (`ExpertsConfig.groups`) X experts are chosen from,
-    and those of the device's group are here; what the groups' experts give is added up as what the
-    shares of one expert give. Engines that share experts bring all their rows to all of them.
+    On several devices in groups (`ExpertsConfig.groups`) the router chooses from X experts, and
+    this module holds those of the device's group; outputs of the groups' experts are summed like
+    the shares of one expert. Engines that share experts send all their rows to all engines.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -258,7 +262,7 @@ class Experts(MLP):
         self.group_size = config.shards // experts.groups
         columns = experts.router_columns
         self.router = nnx.Param(normal(rngs, (size, columns), 1.5 * size**-0.5, dtype))
-        #: [X], by which experts' shares are multiplied; or None.
+        #: [X], factors on the experts' routing weights; or None.
         self.share_factors: nnx.Param | None = None
         #: [X], or None.
         if config.mlp_bias:
@@ -289,8 +293,8 @@ class Experts(MLP):
         return TENSOR.total(sums) if self.shards > 1 else sums
 
     def routed(self, x: Array, asking: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """The sums of the experts' outputs [T, E], or this device's share; x [T, E] is what experts
-        read, asking [T, E] what the router does.
+        """The sums of the experts' outputs [T, E], or this device's share of them. x [T, E]: input
+        of the experts. asking [T, E]: input of the router.
         """
         if self.experts.engines == 1:
             count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
@@ -301,7 +305,7 @@ class Experts(MLP):
         return DATA.own_sums(self._answered(everybodys, all_asking, kernels, counts))
 
     def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """The output of the expert that all rows go through, or its share: float32 [T, E]."""
+        """The output of the shared expert, or this device's share of it: float32 [T, E]."""
         # Rounded once more: see `NoNorm`.
         answers = rounded(shared(x, kernels, rows), x.dtype).astype(jnp.float32)
         if not self.experts.shared_gate:
@@ -312,7 +316,7 @@ class Experts(MLP):
         return jax.nn.sigmoid(scores[:, self.experts.n_experts, None]) * answers
 
     def _answered(self, x: Array, asking: Array, kernels: Kernels, count: Array) -> Array:
-        """The output of this device's experts [T, E], or their shares; x, asking: see `routed`,
+        """The output of this device's experts [T, E], or its share of it. x, asking: see `routed`.
         count: `n_rows` of `jitney.kernels.routing.Route`.
         """
         of_router = kernels if count.ndim else kernels.of_rows(count)
@@ -330,7 +334,7 @@ class Experts(MLP):
         return rounded(sums, x.dtype)
 
     def _counts_of_all(self, n_rows: int, rows: RowFacts) -> Array:
-        """int32 [engines]: rows of each engine that pad no step."""
+        """The number of each engine's rows that are not padding, int32 [engines]."""
         if rows.counts is not None:
             return rows.counts
         if rows.count is None:
@@ -341,7 +345,7 @@ class Experts(MLP):
         return self.gate_up.at_once(kernels) and self.down.at_once(kernels)
 
     def _all_at_once(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
-        """float32 [T, E], by the kernel set's products with experts."""
+        """The experts' output float32 [T, E], with the kernel set's products with experts."""
         assert kernels.experts is not None
         assert self.gate_up.activation is not None
         answers = kernels.experts(
@@ -350,7 +354,7 @@ class Experts(MLP):
         return _weighed(answers, routes)
 
     def _one_by_one(self, x: Array, routes: Routes, kernels: Kernels) -> Array:
-        """float32 [T, E], block after block."""
+        """The experts' output float32 [T, E], block after block."""
 
         blocks = routes.blocks
 
@@ -360,7 +364,7 @@ class Experts(MLP):
                 for array in (blocks.rows, routes.weights)
             )
             block = x.at[at].get(mode="fill", fill_value=0)
-            # Those of a block stand before its padding.
+            # A block's own rows come before its padding.
             own = kernels.of_rows(jnp.sum(at < len(x), dtype=jnp.int32))
             answers = self._answers(block, blocks.experts[number], own)
             return sums.at[at].add(answers * weights[:, None], mode="drop")
@@ -368,7 +372,7 @@ class Experts(MLP):
         return jax.lax.fori_loop(0, blocks.count, add_block, jnp.zeros(x.shape, jnp.float32))
 
     def _first(self) -> Array | int:
-        """The number of the first expert that this device has a share of."""
+        """The number of the first expert on this device."""
         if self.experts.all_groups == 1:
             return 0
         group = TENSOR.number() // self.group_size
@@ -381,7 +385,7 @@ class Experts(MLP):
         return *super().linears(), *(() if self.shared is None else self.shared.linears())
 
     def pack(self, kernels: Kernels) -> None:
-        """See `MLP.pack`; the router gets columns of zeros up to whole vectors."""
+        """See `MLP.pack`; the router is padded with columns of zeros to whole vectors."""
         if self._at_once(kernels):
             self.gate_up.set_apart(kernels)
             self.down.set_apart(kernels)
@@ -407,26 +411,26 @@ class Experts(MLP):
 
 
 def _weighed(answers: Array, routes: Routes) -> Array:
-    """answers float32 [N * B, E] -> [T, E]: each row's own, by their shares; 0 of rows of padding.
+    """answers float32 [N * B, E] -> [T, E]: the weighted sum of each row's answers; 0 for padding.
 
-    Added from the first choice on, one after the other: the order is the row's own.
+    Answers are added from the first choice on: the order depends only on the row.
     """
     n_chosen, n_rows = routes.places.shape
-    # Choice by choice, so that what is added lies in one piece. What rows of padding find, or who
-    # goes to experts elsewhere, may be no number, and is left out as it is added: at each gather
-    # that would be another pass.
-    found = answers.at[routes.places.reshape(-1)].get(mode="clip").reshape(n_chosen, n_rows, -1)
+    # Choice by choice, so that the addends are contiguous. Padding rows, and rows whose experts are
+    # on other devices, may gather NaN, which is masked in the addition: masking at each gather
+    # would be another pass.
+    gathered = answers.at[routes.places.reshape(-1)].get(mode="clip").reshape(n_chosen, n_rows, -1)
     is_here = routes.places < len(answers)
-    sums = jnp.zeros(found.shape[1:], jnp.float32)
+    sums = jnp.zeros(gathered.shape[1:], jnp.float32)
     for choice in range(n_chosen):
-        weighed = found[choice] * routes.shares[choice, :, None]
+        weighed = gathered[choice] * routes.shares[choice, :, None]
         sums = sums + jnp.where(is_here[choice, :, None], weighed, 0.0)
     return sums
 
 
 class _Dense(MLP):
-    """The feed-forward of a layer without experts among layers with them: what all rows go through,
-    which is split over devices as a mixture's shared expert is.
+    """The feed-forward of a layer without experts in a model with experts; it is split over devices
+    like a mixture's shared expert.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -446,7 +450,7 @@ class _Dense(MLP):
 
 
 def _feed_forward(config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
-    """Experts, if the model has any; else an MLP."""
+    """Make the experts if the model has any; else an MLP."""
     kind = MLP if config.experts is None else Experts
     return kind(config, dtype=dtype, rngs=rngs)
 

@@ -1,11 +1,11 @@
-"""How the matrix of a linear layer is stored: as it is, in 8 bits per output channel, or in 4 bits
-per group or block of inputs.
+"""Storage schemes of a linear layer's matrix: plain, 8 bits with a scale per output channel, or 4
+bits with a scale per group or block of inputs.
 
-Axes: T tokens, I inputs, O outputs, R inputs per group. A scheme is told by its arrays: `Packed` is
-what a layer holds, the functions here make it from floats, multiply with it and widen it again.
-int8 and fp8 (e4m3) carry their scale after the product, so that XLA fuses the widening into it,
-unless the kernel set multiplies int8 or fp8 itself; int4 and mxfp4 have scales within the sum, so
-their products are kernels'.
+Axes: T tokens, I inputs, O outputs, R inputs per group. The arrays determine the scheme: a layer
+holds a `Packed`, and the functions here make it from floats, multiply with it and convert it back.
+int8 and fp8 (e4m3) apply their scale after the product, so that XLA fuses the conversion into it,
+unless the kernel set multiplies int8 or fp8 itself. int4 and mxfp4 have scales within the sum, so
+they need kernels for their products.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jitney.kernels.w8a8 import Fp8, Int8
 
 #: Storage and largest magnitude of the schemes with one scale per output.
 _EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}
-#: Schemes by what they are stored in.
+#: Schemes by the dtype of the stored matrix.
 _SCHEMES_STORED = {jnp.dtype(jnp.uint8): "int4"} | {
     dtype: name for name, (dtype, _) in _EIGHT_BITS.items()
 }
@@ -40,14 +40,14 @@ KV_TYPES = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 class Packed(NamedTuple):
     """A weight matrix [I, O] in one of the schemes; a pytree of arrays.
 
-    Nibble n of int4 stands for (n - zero) * scale, or n * scale + low; with neither, (n - 8) *
-    scale. mxfp4 is what some checkpoints hold (`kernels.mxfp4`); it cannot be chosen.
+    Nibble n of int4 means (n - zero) * scale, or n * scale + low; with neither, (n - 8) * scale.
+    Some checkpoints are stored in mxfp4 (`kernels.mxfp4`); it cannot be chosen.
     """
 
-    #: Names of the schemes that may be asked for; plain is the model's own dtype.
+    #: Names of the schemes that can be chosen; plain is the model's own dtype.
     schemes = ("plain", "int8", "fp8", "int4")
 
-    #: plain, int8, fp8: [I, O] in that type, or as the kernel set laid it out; int4, mxfp4: uint8
+    #: plain, int8, fp8: [I, O] in that type, or as the kernel set packed it; int4, mxfp4: uint8
     #: [I // 2, O] as in `kernels.int4.Int4` and `kernels.mxfp4.Mxfp4`.
     kernel: Any
     #: int8, fp8: float32 [O]; int4: floating [I // R, O]; mxfp4: uint8 [I // 32, O]; plain: None.
@@ -70,13 +70,13 @@ class Packed(NamedTuple):
 
     @property
     def halves_along_outputs(self) -> bool:
-        """Whether `output_halves` costs nothing: not in 4 bits, whose kernels would need copies,
-        nor of halves that are no whole vectors of 128.
+        """Whether `output_halves` costs nothing. It does in 4 bits, whose kernels would need
+        copies, and if a half is not a multiple of 128 columns.
         """
         return not self.in_four_bits and self.kernel.shape[1] % 256 == 0
 
     def output_halves(self) -> tuple[Packed, Packed]:
-        """The matrix in two, [I, O // 2] each; not of 4 bits."""
+        """Split the matrix into two halves [I, O // 2]; not for schemes of 4 bits."""
         middle = self.kernel.shape[1] // 2
         first, second = jnp.split(self.kernel, [middle], axis=1)
         if self.scale is None:
@@ -103,8 +103,9 @@ class Packed(NamedTuple):
         return (kernels.matmul_int4(x, weights) + _low_product(x, self)).astype(dtype)
 
     def gated(self, x: Array, activation: Activation, kernels: Kernels) -> Array:
-        """x [T, I] times the matrix -> gates, the first half of the outputs, and ups behind the
-        activation, [T, O // 2] in x's dtype: at once where the kernel set does that in this scheme.
+        """x [T, I] times the matrix, then the activation of the gates (the first half of the
+        outputs) times the ups -> [T, O // 2] in x's dtype. One kernel does this if the kernel set
+        has it for this scheme.
         """
         if activation == "silu" and self.scheme == "plain":
             return kernels.gated(x, self.kernel)
@@ -158,10 +159,11 @@ def _widened_int4(packed: Packed) -> Array:
 def quantise(
     weights: Array, *, scheme: str, dtype: DTypeLike, group: int = 0, most: Array | None = None
 ) -> Packed:
-    """Floats [I, O] in a scheme, rounded to nearest; plain: in dtype. group: R of int4, 0 for the
-    largest that fits. most: `greatest` of the whole matrix, where `weights` are some of its inputs.
+    """Quantise floats [I, O] to a scheme, rounded to nearest; plain: convert to dtype. group: R of
+    int4, 0 for the largest that fits. most: `greatest` of the whole matrix, if `weights` are only
+    some of its inputs.
 
-    Raises ConfigError where no group size divides I.
+    Raises ConfigError if no group size divides I.
     """
     match scheme:
         case "plain":
@@ -174,7 +176,7 @@ def quantise(
 
 
 def greatest(weights: Array) -> Array:
-    """The greatest magnitude of each output, float32 [O], of floats [I, O]."""
+    """The largest magnitude of each output of floats [I, O], float32 [O]."""
     return jnp.max(jnp.abs(weights.astype(jnp.float32)), axis=0)
 
 
@@ -192,7 +194,7 @@ def group_size(size_in: int) -> int:
 def _quantise_eight_bits(
     weights: Array, dtype: DTypeLike, limit: float, most: Array | None
 ) -> Packed:
-    """[I, O] with the greatest magnitude of each output at `limit`."""
+    """Quantise [I, O], with the largest magnitude of each output mapped to `limit`."""
     wide = weights.astype(jnp.float32)
     scale = (greatest(weights) if most is None else most) / limit
     scale = jnp.where(scale > 0, scale, 1.0)
@@ -203,9 +205,10 @@ def _quantise_eight_bits(
 
 
 def _quantise_int4(weights: Array, group: int) -> Packed:
-    """[I, O] in 16 levels per group and output, which span its range and have 0 among them.
+    """Quantise [I, O] to 16 levels per group and output, which span the group's range and include
+    0.
 
-    Scales are float16, and codes are chosen for the scale as stored. (Cutting off the ends of a
+    Scales are float16, and codes are chosen for the scale as stored. (Clipping the ends of a
     group's range for finer steps, by least squares, gave SmolLM2-135M no better answers:
     docs/benchmarks/perplexity.py.)
     """
@@ -219,8 +222,8 @@ def _quantise_int4(weights: Array, group: int) -> Packed:
 
 
 def _quantise_mxfp4(weights: Array) -> Packed:
-    """[I, O] in e2m1 with a power of two for each 32 inputs, by which the greatest magnitude of
-    them lies from 4 on and under 8, where 6 is the greatest.
+    """Quantise [I, O] to e2m1 with a power of two for each 32 inputs, chosen so that their largest
+    magnitude is in [4, 8); the largest value of e2m1 is 6.
     """
     blocks = weights.astype(jnp.float32).reshape(-1, Mxfp4.block, weights.shape[1])
     _, exponent = jnp.frexp(jnp.max(jnp.abs(blocks), axis=1))
@@ -232,7 +235,9 @@ def _quantise_mxfp4(weights: Array) -> Packed:
 
 
 def _nibbles(codes: Array) -> Array:
-    """uint8 [I // R, R, O] -> [I // 2, O]: the second half of each group above the first."""
+    """Pack codes uint8 [I // R, R, O] -> [I // 2, O], with the second half of each group in the
+    high nibbles.
+    """
     groups, group, outputs = codes.shape
     halves = codes.reshape(groups, 2, group // 2, outputs)
     return (halves[:, 0] | halves[:, 1] << 4).reshape(-1, outputs)

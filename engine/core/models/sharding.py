@@ -3,14 +3,15 @@ vocabulary.
 
 The whole step runs under `jax.shard_map` over one mesh axis, so every device runs an ordinary
 model, the one of `ModelConfig.local`, on its share of the weights and of the KV pools, with the
-kernels of one device (the split is that of Megatron-LM, arXiv 1909.08053). What joins the shares
-again is `Axis`: `total` after the two products that end a layer's halves; `executor.vocabulary` has
-what a sampler needs. Plans and uploads are the same on all devices.
+kernels of one device (the split is that of Megatron-LM, arXiv 1909.08053). `_Axis` joins the shares
+again: `total` after the two products that end a layer's halves; `executor.vocabulary` has the
+operations for the sampler. Plans and uploads are the same on all devices.
 
-Engines that share the experts of a mixture run one step over a mesh of two axes, in which each has
-a row of devices: TENSOR splits one engine's devices as ever, and along DATA every engine has rows,
-pools and seats of its own. Experts are dealt out over both (`Axis.rows_of_all` and `own_sums` bring
-rows to them and back); all other weights are the same along DATA.
+Engines that share the experts of a mixture run one step over a mesh of two axes, in which each
+engine has a row of devices: TENSOR splits one engine's devices as before, and along DATA every
+engine has its own rows, pools and seats. Experts are distributed over both axes
+(`_Axis.rows_of_all` and `own_sums` send rows to them and back); all other weights are the same
+along DATA.
 
 Axes as in `jitney.kernels.interface`, with H, K, F and V counted over all devices.
 """
@@ -36,12 +37,12 @@ from jitney.engine.core.weights.checkpoints.names import Path
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis of the mesh; what joins the arrays of its devices, inside a step only."""
+    """An axis of the mesh, with operations that join its devices' arrays, inside a step only."""
 
     name: str
 
     def number(self) -> Array:
-        """int32: which of the axis this device is."""
+        """This device's index on the axis, int32."""
         return jax.lax.axis_index(self.name)
 
     def total(self, x: Array) -> Array:
@@ -49,12 +50,12 @@ class _Axis:
         return jax.lax.psum(x, self.name)
 
     def largest(self, x: Array) -> Array:
-        """The greatest of every device's x, number by number, on every device."""
+        """Elementwise maximum of every device's x, on every device."""
         return jax.lax.pmax(x, self.name)
 
     def largest_of_group(self, x: Array, groups: Sequence[int]) -> Array:
-        """The same among the devices of the own group; groups: the one of each device of the
-        axis.
+        """Elementwise maximum among the devices of this device's group. groups: the group of each
+        device of the axis.
         """
         everybodys = jax.lax.all_gather(x, self.name)
         numbers = jnp.array(groups)
@@ -66,21 +67,21 @@ class _Axis:
         return jax.lax.all_gather(x, self.name, axis=1, tiled=True)
 
     def rows_of_all(self, x: Array) -> Array:
-        """Every device's rows one behind the other: [T, E] -> [n * T, E]."""
+        """Every device's rows, concatenated: [T, E] -> [n * T, E]."""
         return jax.lax.all_gather(x, self.name, tiled=True)
 
     def own_sums(self, x: Array) -> Array:
-        """Sums over all devices of the rows that are this one's: [n * T, E] -> [T, E]."""
+        """This device's rows of the sum over all devices: [n * T, E] -> [T, E]."""
         return jax.lax.psum_scatter(x, self.name, tiled=True)
 
 
-#: The mesh axis over which everything is split, and the one of engines that share experts.
+#: The mesh axis over which an engine is split, and the axis of engines that share experts.
 TENSOR, DATA = _Axis("tensor"), _Axis("data")
 WHOLE = PartitionSpec()
-#: Weights of recurrent layers beside their matrices, of each head or channel.
+#: Weights of recurrent layers per head or channel, beside their matrices.
 _OF_RECURRENT = ("rates", "taps", "taps_bias", "log_decay", "rate_bias", "skip", "value_norm")
-#: Modules and weights whose outputs are split (their last axis is outputs), and whose inputs are
-#: (the axis before it, of a matrix).
+#: Modules and weights whose outputs (the last axis) are split, and modules whose inputs (the axis
+#: before the last, of a matrix) are split.
 _BY_OUTPUTS = ("qkv", "q_b", "gate_up", "lm_head", "wide_q_norm", "wide_k_norm", *_OF_RECURRENT)
 _BY_INPUTS = ("o", "down")
 #: Weights whose first axis runs along heads.
@@ -88,8 +89,8 @@ _BY_HEADS = ("kv_scales", "sinks", "to_latent", "from_latent")
 
 
 def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
-    """The devices of one engine, or of several that share experts, those of one behind those of
-    another; their order is the order of the shares.
+    """The mesh of one engine's devices, or of several engines that share experts, engine by engine.
+    The order of devices is the order of the shares.
     """
     if engines == 1:
         return Mesh(np.array(devices), (TENSOR.name,))
@@ -97,7 +98,7 @@ def make_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
 
 
 def own_mesh(mesh: Mesh | None) -> Mesh | None:
-    """This engine's devices, of a mesh of several engines: those of this process."""
+    """The mesh of this engine's devices; in a mesh of several engines, those of this process."""
     if mesh is None or engines_of(mesh) == 1:
         return mesh
     return make_mesh([device for device in mesh.devices.flat if _is_here(device)])
@@ -108,13 +109,13 @@ def _is_here(device: Any) -> bool:
 
 
 def engines_of(mesh: Any) -> int:
-    """Engines that run their steps on this mesh together."""
+    """Number of engines that run their steps together on this mesh."""
     return mesh.shape.get(DATA.name, 1)
 
 
 def of_each_engine(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
-    """Where an array lies of which every engine has one of its own, the next behind the one before
-    along the first axis; spec: of one engine's.
+    """The spec of all engines' arrays, concatenated along the first axis. spec: of one engine's
+    array.
     """
     if engines_of(mesh) == 1:
         return spec
@@ -122,18 +123,18 @@ def of_each_engine(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
 
 
 def experts_axes(mesh: Mesh) -> Any:
-    """The mesh's axes over which experts are dealt out."""
+    """The mesh axes over which experts are distributed."""
     return (DATA.name, TENSOR.name) if engines_of(mesh) > 1 else TENSOR.name
 
 
 def _is_of_experts(path: Path) -> bool:
-    """True for a mixture's weight that belongs to one expert, not to all rows."""
+    """Whether a mixture's weight belongs to one expert, not to all rows."""
     return ("gate_up" in path or "down" in path) and "shared" not in path
 
 
 def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
-    """Which axis of a weight is split; None: every device has all of it. groups: with different
-    experts, `ExpertsConfig.all_groups`.
+    """The axis along which a weight is split; None: every device has all of it. groups: number of
+    device groups with different experts, `ExpertsConfig.all_groups`.
     """
     if path[-1] == "embed" or not set(path).isdisjoint(_BY_HEADS):
         return 0
@@ -143,11 +144,11 @@ def _axis_of(path: Path, ndim: int, groups: int = 1) -> int | None:
     if names & set(_BY_OUTPUTS) and ndim:
         return None if path[-2:] == ("adapters", "a") else ndim - 1
     if names & set(_BY_INPUTS) and ndim >= 2:
-        # The first axis, but for experts that are set apart, [X, I, O].
+        # The first axis, except for separate experts [X, I, O].
         return None if path[-2:] == ("adapters", "b") else ndim - 2
     if groups > 1 and "down" in names and "shared" not in names:
         return 0  # every group has other experts' scales
-    # A bias, or a scale of each output, comes after the sum over the devices: it is whole.
+    # A bias, or a scale of each output, is applied after the sum over the devices: not split.
     return None
 
 
@@ -177,7 +178,7 @@ def whole_shape(
 
 @partial(jax.jit, static_argnames=("work", "mesh"))
 def _run_on_each(stacked: Any, known: Any, *, work: Any, mesh: Mesh) -> Any:
-    """See `Shares.on_each`; every array is split along its first axis, whatever that is."""
+    """See `Shares.on_each`; every array is split along its first axis."""
     split = PartitionSpec(TENSOR.name)
     program = jax.shard_map(
         work, mesh=mesh, in_specs=(split, WHOLE), out_specs=split, check_vma=False
@@ -194,21 +195,23 @@ def laid_out_anew(
     before: PartitionSpec,
     after: PartitionSpec,
 ) -> Array:
-    """An array of which each device has made work(its share); nothing is sent.
+    """Apply `work` to each device's share of an array, without sending data.
 
-    before, after: who holds what of it. work: as for `Shares.on_each`.
+    before, after: how the array and the result are split. work: as for `Shares.on_each`.
     """
     return jax.shard_map(work, mesh=mesh, in_specs=before, out_specs=after)(array)
 
 
 def _single_arrays(array: Array, mesh: Mesh) -> list[Array]:
-    """The parts of an array, in the order of the mesh's devices."""
+    """Each device's part of an array, in the order of the mesh's devices."""
     parts = {shard.device: shard.data for shard in array.addressable_shards}
     return [parts[device] for device in mesh.devices.flat]
 
 
 def _stacked(mesh: Mesh, *parts: Array) -> Array:
-    """Arrays of the same shape, one on each device of the mesh, as one along their first axis."""
+    """Concatenate arrays of the same shape, one on each device of the mesh, along the first
+    axis.
+    """
     rows, *rest = parts[0].shape
     return jax.make_array_from_single_device_arrays(
         (len(parts) * rows, *rest), NamedSharding(mesh, PartitionSpec(TENSOR.name)), list(parts)
@@ -223,34 +226,34 @@ def _run(first: int, count: int) -> slice:
 class Shares:
     """The split of a model's weights over the devices."""
 
-    #: Of the whole model.
+    #: The whole model's configuration.
     config: ModelConfig
     mesh: Mesh
 
     @property
     def shards(self) -> int:
-        """Devices of one engine."""
+        """Number of devices of one engine."""
         return self.mesh.shape[TENSOR.name]
 
     @property
     def engines(self) -> int:
-        """Engines that share the experts."""
+        """Number of engines that share the experts."""
         return engines_of(self.mesh)
 
     @property
     def own(self) -> ModelConfig:
-        """The model that one device runs."""
+        """The configuration of the model that one device runs."""
         return self.config.local(self.shards)
 
     @cached_property
     def group_size(self) -> int:
-        """Devices of a group that holds experts of its own; an engine's without experts."""
+        """Number of devices of a group with its own experts; without experts, of an engine."""
         experts = self.config.experts
         return self.shards // (1 if experts is None else experts.groups)
 
     @property
     def groups(self) -> int:
-        """How many groups there are, of all engines."""
+        """Number of groups of all engines."""
         return self.mesh.size // self.group_size
 
     @staticmethod
@@ -259,21 +262,21 @@ class Shares:
         return not set(path).isdisjoint(_BY_INPUTS)
 
     def input_shards(self, path: Path) -> int:
-        """Devices among which the inputs of a matrix are split."""
+        """Number of devices over which the inputs of a matrix are split."""
         if "down" in path and "shared" not in path:
             return self.group_size
         return self.shards
 
     def group_of(self, path: Path, device: int) -> int:
-        """Number of the devices that have its other inputs, of a matrix whose inputs are split."""
+        """Index of the group of devices that together hold a matrix whose inputs are split."""
         return device // self.input_shards(path)
 
     def ranges(self, path: Path, size: int, device: int) -> list[slice]:
-        """Which indices along the split axis, of `size` in the checkpoint's order, the device
-        holds, in its own order. device: its number among those of all engines.
+        """The indices along the split axis that the device holds, in its own order. size: of that
+        axis, in the checkpoint's order. device: its number among those of all engines.
 
-        A fused projection is cut piece by piece, so that each device has (q, k, v) or (gate, up) of
-        its own.
+        A fused projection is split piece by piece, so that each device has its own (q, k, v) or
+        (gate, up).
         """
         own = self.own
         if path[-1] == "kv_scales":
@@ -306,7 +309,7 @@ class Shares:
 
     @staticmethod
     def _of_layer(config: ModelConfig, path: Path) -> ModelConfig:
-        """The configuration of the layer that a weight is of."""
+        """The configuration of a weight's layer."""
         return config.of_layer(int(path[1]))
 
     def _first_kv(self, path: Path, device: int) -> int:
@@ -315,13 +318,13 @@ class Shares:
         return device % self.shards * heads // self.shards
 
     def _is_recurrent(self, path: Path) -> bool:
-        """Whether a weight is that of a recurrent layer's first half."""
+        """Whether a weight belongs to a recurrent layer's first half."""
         own = self.config.recurrent
         return own is not None and "attention" in path and path[1] in own.layers
 
     def _of_recurrent(self, name: str, device: int) -> list[slice]:
-        """The device's heads in each part of a weight of that name; devices beyond the heads of a
-        part share them.
+        """The device's heads in each part of a weight with this name. If a part has fewer heads
+        than there are devices, devices share them.
         """
         assert self.config.recurrent is not None
         number, ranges, begin = device % self.shards, [], 0
@@ -346,28 +349,29 @@ class Shares:
         return [*queries, *(_run(start, count) for start in starts)]
 
     def _beside_latent(self, latent: LatentConfig, device: int) -> list[slice]:
-        """Columns of the projection that opens latent attention: the queries of the device's heads,
-        or what all are products of, and the row that the pool keeps, which every device has.
+        """Columns of the first projection of latent attention: the queries of the device's heads,
+        or the row from which all queries are made, and the row for the pool, which every device
+        has.
         """
-        kept = _run(self.config.qkv_size - self.config.head_dim, self.config.head_dim)
+        pool_row = _run(self.config.qkv_size - self.config.head_dim, self.config.head_dim)
         if latent.query_rank:
-            return [slice(0, kept.stop)]
+            return [slice(0, pool_row.stop)]
         count = self.own.n_heads * latent.query_dim
-        return [_run(device % self.shards * count, count), kept]
+        return [_run(device % self.shards * count, count), pool_row]
 
     def _queries(self, path: Path, device: int) -> slice:
-        """Columns of all query heads that are the device's."""
+        """Columns of the device's query heads."""
         count = self.own.n_heads * self._of_layer(self.own, path).head_dim
         return _run(device % self.shards * count, count)
 
     def _keys(self, path: Path, device: int) -> slice:
-        """The same of all key heads, or of all value heads."""
+        """Columns of the device's key heads, or value heads, among all of them."""
         own = self._of_layer(self.own, path)
         return _run(self._first_kv(path, device) * own.head_dim, own.n_kv_heads * own.head_dim)
 
     def _gates(self, path: Path, device: int) -> list[slice]:
-        """Columns of what opens a feed-forward, gates and ups or ups alone; of a mixture, of every
-        expert's, or of the one that all rows go through.
+        """Columns of a feed-forward's first matrix, gates and ups or only ups; in a mixture those
+        of all the device's experts, or of the shared expert.
         """
         matrices, whole_layer = 1 + self.config.is_gated, self._of_layer(self.config, path)
         if "shared" in path:
@@ -385,15 +389,15 @@ class Shares:
         return [_run(matrix * whole + number * own, own) for matrix in everyone]
 
     def _answers(self, size: int, device: int) -> slice:
-        """Columns of the products that close a feed-forward, of `size` over all experts: those of
-        the group's own.
+        """Columns of a feed-forward's last matrix that belong to the group's experts. size: number
+        of columns of all experts.
         """
         own = size // self.groups
         return _run(device // self.group_size * own, own)
 
     def cut(self, path: Path, array: Any, device: int, *, transposed: bool = False) -> Any:
-        """One device's share of a weight in the checkpoint's order, numpy, jax or still in its file
-        (`loading.slices`), of which no more is read; transposed: a matrix [O, I].
+        """One device's share of a weight in the checkpoint's order. array: numpy, jax, or still in
+        its file (`weights.slices`), of which only the share is read. transposed: a matrix [O, I].
         """
         if _axis_of(path, array.ndim, self.groups) is None:
             return array[...]
@@ -408,8 +412,8 @@ class Shares:
     def places(
         self, path: Path, shape: Sequence[int], device: int, *, transposed: bool = False
     ) -> tuple[int, list[tuple[slice, ...]]]:
-        """Where in a weight of this shape that is split one device's share lies: along which axis
-        there may be several parts, and each part's slice of every axis. The rest is as for `cut`.
+        """The position of a device's share in a split weight of this shape. -> (the axis along
+        which there may be several parts, each part's slice of every axis). See `cut` for the rest.
         """
         axis = _axis_of(path, len(shape), self.groups)
         assert axis is not None
@@ -425,21 +429,19 @@ class Shares:
         return axis, [(*place[:axis], part, *place[axis + 1 :]) for part in parts]
 
     def sharding(self, path: Path, ndim: int) -> NamedSharding:
-        """How a weight of so many dimensions is split."""
+        """The sharding of a weight with `ndim` dimensions."""
         return _sharding_of(path, ndim, self.mesh, self.groups)
 
     def place(self, path: Path, array: Any) -> Array:
-        """A whole weight in the checkpoint's order, numpy or jax -> the same, every device holding
-        its share.
-        """
+        """Split a whole weight in the checkpoint's order, numpy or jax, over the devices."""
         return self.join(path, self.send(path, array, transposed=False))
 
     def send(self, path: Path, stored: Any, *, transposed: bool) -> list[Array]:
-        """A whole weight ([O, I] if transposed), as `cut` takes it -> this host's devices' shares
-        of it, each on its device, as they are stored.
+        """Copy the shares of a whole weight ([O, I] if transposed, see `cut`) to this host's
+        devices, in the stored format. -> the shares, each on its device.
 
-        No device ever holds more of it than its share, and a host cuts out those of its own devices
-        alone.
+        No device ever holds more than its share, and a host only reads the shares of its own
+        devices.
         """
         pieces = []
         for number, device in enumerate(self.mesh.devices.flat):
@@ -450,25 +452,25 @@ class Shares:
 
     @cached_property
     def own_numbers(self) -> tuple[int, ...]:
-        """Which of the mesh's devices are this host's."""
+        """Numbers of this host's devices in the mesh."""
         devices = enumerate(self.mesh.devices.flat)
         return tuple(number for number, device in devices if _is_here(device))
 
     @property
     def engines_numbers(self) -> range:
-        """Numbers of the devices of this host's engine, which other hosts may have some of."""
+        """Numbers of the devices of this host's engine, some of which may be on other hosts."""
         engine = self.own_numbers[0] // self.shards
         return range(engine * self.shards, (engine + 1) * self.shards)
 
     def on_each(
         self, work: Callable[[Any, Any], Any], pieces: Sequence[Any], known: Any = None
     ) -> list[Any]:
-        """work(a device's share, known) on each of this host's devices, by one program for them
-        all; in it, TENSOR is the axis of this host's devices.
+        """Run work(a device's share, known) on each of this host's devices, as one program. In it,
+        TENSOR is the axis of this host's devices.
 
         work: equal functions must compare equal, or each is compiled; may return a tree of arrays.
-        pieces: an array for each device, or a tree of arrays with one axis at least. known: what
-        all devices are told, or None.
+        pieces: an array, or a tree of arrays, for each device, with at least one axis. known: an
+        argument that is the same for all devices, or None.
         """
         mesh = make_mesh([self.mesh.devices.flat[number] for number in self.own_numbers])
         stacked = jax.tree.map(partial(_stacked, mesh), *pieces)
@@ -477,8 +479,8 @@ class Shares:
         return [jax.tree.unflatten(tree, own) for own in zip(*by_leaf, strict=True)]
 
     def join(self, path: Path, pieces: Sequence[Array]) -> Array:
-        """One array out of the devices' shares, each on its device already; of those of this host
-        alone, if there are several.
+        """Join the devices' shares, each on its device, into one array. With several hosts, pieces
+        are only the shares of this host's devices.
         """
         own = pieces[0].shape
         return jax.make_array_from_single_device_arrays(
