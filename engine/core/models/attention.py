@@ -1,4 +1,4 @@
-"""Grouped-query attention as all models use it.
+"""Grouped-query attention, shared by all models.
 
 Axes: T tokens, E embed, H query heads, K KV heads, D head dim, N pages of the pool.
 """
@@ -21,7 +21,9 @@ from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
 
 
 class Mixer(nnx.Module):
-    """The first half of a layer, in which rows of a sequence meet: qkv opens it, o closes it."""
+    """The first half of a layer, which mixes the rows of a sequence. qkv is its first matrix, o its
+    last.
+    """
 
     qkv: Linear
     o: Linear
@@ -31,14 +33,14 @@ class Mixer(nnx.Module):
         return self.qkv, self.o
 
     def pack(self, kernels: Kernels) -> None:
-        """Lay the matrices out as the kernel set multiplies them fastest."""
+        """Pack the matrices in the layout that the kernel set multiplies fastest."""
         self.qkv.pack(kernels)
         self.o.pack(kernels)
 
 
 def random_decays(rngs: nnx.Rngs, heads: int) -> tuple[nnx.Param, nnx.Param]:
-    """`log_decay` and `rate_bias` of a random model's recurrent layer, float32 [H] each: a few
-    tokens of memory, or a few hundred.
+    """Random `log_decay` and `rate_bias` of a recurrent layer, float32 [H] each, for a memory of a
+    few tokens to a few hundred.
     """
     log_decay = nnx.Param(normal(rngs, (heads,), 1.5, jnp.float32) - 3.0)
     return log_decay, nnx.Param(normal(rngs, (heads,), 1.0, jnp.float32))
@@ -72,7 +74,7 @@ class Attention(Mixer):
         )
         self.q_norm = self.head_norm(config, dtype)
         self.k_norm = self.head_norm(config, dtype) if self.keeps_kv else None
-        #: [H]: a score of each head that joins every softmax without a value.
+        #: [H]: for each head a score that is added to every softmax without a value.
         if config.attention_sinks:
             self.sinks = nnx.Param(normal(rngs, (config.n_heads,), 1.0, dtype))
         else:
@@ -89,7 +91,7 @@ class Attention(Mixer):
     def __call__(
         self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
-        """x [T, E], rope what the rows are rotated by, kv [N, page, 2K, D] -> ([T, E], kv)."""
+        """x [T, E], rope: the rotation of the rows, kv [N, page, 2K, D] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
         heads = self.projected(x, kernels, meta.adapted).reshape(x.shape[0], -1, self.head_dim)
         o, kv = self.attended(heads, rope, kv, meta, kernels)
@@ -98,7 +100,7 @@ class Attention(Mixer):
     def attended(
         self, heads: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
-        """heads [T, H + 2K, D] of queries, keys and values -> (what the queries read [T, H * D],
+        """heads [T, H + 2K, D] of queries, keys and values -> (the attention output [T, H * D],
         kv).
         """
         factors, options = self._pool_factors(), self.options()
@@ -123,9 +125,7 @@ class Attention(Mixer):
         return options
 
     def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
-        """x [T, E] -> queries, keys and values before they are parted into heads, [T, (H + 2K) *
-        D].
-        """
+        """x [T, E] -> queries, keys and values before the split into heads, [T, (H + 2K) * D]."""
         return self.qkv(x, kernels, adapted=adapted)
 
     def _pool_factors(self) -> dict[str, Any]:
@@ -150,8 +150,8 @@ class Attention(Mixer):
         meta: AttentionMeta,
         rotate_and_write: RotateAndWrite,
     ) -> tuple[Array, Array]:
-        """heads [T, H + 2K, D] -> (q [T, H, D], kv with the keys and values), by one kernel that
-        norms and rotates.
+        """heads [T, H + 2K, D] -> (q [T, H, D], kv with the keys and values), with one kernel that
+        normalises, rotates and writes.
         """
         if self.q_norm is None or self.k_norm is None:
             return rotate_and_write(heads, rope.turns, kv, meta)
@@ -160,7 +160,7 @@ class Attention(Mixer):
 
 
 class GatedAttention(Attention):
-    """Attention whose projection also makes a gate for each query head, behind its query or behind
+    """Attention whose projection also makes a gate for each query head, after its query or after
     all queries (`ModelConfig.gates_apart`).
     """
 

@@ -1,17 +1,17 @@
 """BERT (arXiv 1810.04805) and XLM-RoBERTa (arXiv 1911.02116): encoders, which make vectors of texts
-and score pairs of them.
+and score pairs of texts.
 
-Every row attends to all rows of its own text, before and behind it, so a step computes whole texts
-and keeps nothing: there are no pools. Positions are learnt, norms stand behind what they norm, and
-have a mean and a bias.
+Every row attends to all rows of its own text, before and after it, so a step computes whole texts
+and stores nothing: there are no pools. Positions are learnt. Norms are applied to the outputs of a
+layer's halves, and have a mean and a bias.
 
-A step of a BERT that scores pairs finds the second segment (token type 1) by itself, since requests
-carry token ids alone: the tokens behind a text's first separator. So a separator inside a query
-begins the second segment too early; transformers is told by its tokenizer where that begins.
-XLM-RoBERTa has one segment.
+Requests have only token ids, so a BERT that scores pairs finds the second segment (token type 1) by
+itself: the tokens after a text's first separator. A separator inside a query therefore begins the
+second segment too early; transformers gets its beginning from the tokenizer. XLM-RoBERTa has one
+segment.
 
 Axes: T rows of a step, S texts, E embed, H heads, D head dim, F feed-forward, N blocks of a step,
-B rows of a block, G blocks that are attended to at once, C keys of a chunk.
+B rows of a block, G blocks whose attention is computed at once, C keys of a chunk.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import FileFormat, Path, Piece, Target, WeightMap
 from jitney.kernels.interface import AttentionMeta, Kernels
 
-#: B; G at most; C.
+#: The values of B, the largest G, and C.
 _BLOCK_ROWS, _MOST_BLOCKS, _CHUNK_KEYS = 32, 16, 128
-#: Score of a key that is not there; finite, so that a row without keys gives 0 and not NaN.
+#: Score of a masked key; finite, so that a row without keys gives 0 and not NaN.
 _HIDDEN_SCORE = -1e30
-#: transformers' activations of encoders beside the gates of decoders.
+#: Activations of encoders, by transformers' names.
 _ACTIVATIONS = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
-#: Architecture -> prefix of its tensors, and its head's two matrices: what the first token's row
-#: goes through before and behind tanh; empty without a head.
+#: Architecture -> (prefix of its tensors, its head's two matrices, which the first token's row is
+#: multiplied by before and after tanh; empty without a head).
 _TENSORS: dict[str, tuple[str, tuple[str, ...]]] = {
     "BertModel": ("", ()),
     "BertForSequenceClassification": ("bert.", ("bert.pooler.dense", "classifier")),
@@ -55,21 +55,21 @@ _TENSORS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("classifier.dense", "classifier.out_proj"),
     ),
 }
-#: Endings of tensors that no vector and no score is made of: numbers from 0 on, which older files
-#: store, and the pooler of models that are trained to make vectors without it.
+#: Suffixes of unused tensors: position numbers from 0 on, which older files store, and the pooler
+#: of models that are trained to make vectors without it.
 _UNUSED = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
 
 
 class _Blocks(NamedTuple):
-    """The rows of a step in blocks, each of one text alone: a text's rows meet the same keys in the
-    same chunks, whatever is beside it. int32.
+    """The rows of a step in blocks of a single text each, so that a text's rows read the same keys
+    in the same chunks, whatever other texts the step has. int32.
     """
 
     rows: Array  # [N, B] the step's row at each place
     first: Array  # [N] the first row of the block's text
-    end: Array  # [N] the row behind its last one
-    count: Array  # [] blocks that hold rows, the first ones
-    place: Array  # [T] where each row stands among the N * B places
+    end: Array  # [N] the row after the text's last one
+    count: Array  # [] number of blocks that hold rows, the first ones
+    place: Array  # [T] index of each row among the N * B places
 
     @classmethod
     def of(cls, cu_q: Array, texts: Array, group: int) -> _Blocks:
@@ -97,9 +97,9 @@ def _attend(q: Array, k: Array, v: Array, blocks: _Blocks, group: int) -> Array:
     dtype, scores and sums in float32. group: G.
 
     Softmax over chunks of keys (Milakov and Gimelshein, arXiv 1805.02867), as many as the longest
-    text of a group needs, so what a step costs follows its texts and not its padding.
+    text of a group needs, so a step's cost depends on its texts and not on its padding.
     """
-    # A masked key still meets its value as 0 * v, and 0 * NaN would spread one text's NaN.
+    # A masked key still adds 0 * v, and 0 * NaN would spread one text's NaN to others.
     v = jnp.where(jnp.isfinite(v), v, 0)
     places = blocks.rows.shape[0] * _BLOCK_ROWS
     o = jnp.zeros((places, *q.shape[1:]), q.dtype)
@@ -119,8 +119,8 @@ def _attend(q: Array, k: Array, v: Array, blocks: _Blocks, group: int) -> Array:
 
 
 def _attend_group(queries: Array, k: Array, v: Array, first: Array, end: Array) -> Array:
-    """Some blocks: queries [G, B, H, D], k and v [T, H, D], first and end int32 [G] -> float32 [G,
-    B, H, D].
+    """Attention of G blocks: queries [G, B, H, D], k and v [T, H, D], first and end int32 [G] ->
+    float32 [G, B, H, D].
     """
     n_blocks, n_rows, n_heads, dim = queries.shape
     scale = dim**-0.5
@@ -171,7 +171,7 @@ class _LayerNorm(nnx.Module):
 
 
 class _Block(nnx.Module):
-    """One layer: attention and MLP, each added to what it reads and normed behind. Sums stay in
+    """One layer: attention and MLP, each followed by a residual sum and a norm. Sums stay in
     float32 until they are normed.
     """
 
@@ -214,15 +214,15 @@ def _run_block(
     kernels: Kernels,
     group: int,
 ) -> Array:
-    """One layer as a function of its weights, traced once for all of them; count: rows of the step
-    that do not pad it.
+    """One layer as a function of its weights, traced once for all layers. count: rows of the step
+    that are not padding.
     """
     return nnx.merge(graph, weights)(x, blocks, kernels.of_rows(count), group)
 
 
 class _ScoreHead(nnx.Module):
-    """dense [E, E] and out [E, 1] with their biases; computed in float32: logits are compared, and
-    there is one a text.
+    """dense [E, E] and out [E, 1] with their biases. It is computed in float32, because scores are
+    compared, and there is only one row per text.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -268,9 +268,7 @@ class Bert(nnx.Module):
     def __call__(
         self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """tokens int32 [T] of whole texts, kv of no layer -> (their rows behind the last layer,
-        kv).
-        """
+        """tokens int32 [T] of whole texts, kv (empty) -> (rows after the last layer, kv)."""
         n_texts, n_rows = meta.cu_q.shape[0] - 1, tokens.shape[0]
         owners = jnp.searchsorted(meta.cu_q[1:], jnp.arange(n_rows), side="right")
         texts = jnp.minimum(owners, n_texts - 1)  # rows that pad the step belong to no text
@@ -301,7 +299,7 @@ class Bert(nnx.Module):
         return self.head(hidden.states)
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """R rows -> [R, E]; each layer has normed its own."""
+        """R rows -> [R, E], unchanged, since each layer ends with a norm."""
         return hidden.states
 
     def linears(self) -> Iterator[Linear]:
@@ -320,7 +318,7 @@ class Bert(nnx.Module):
             linear.pack_shares(kernels, mesh)
 
     def set_kv_scales(self, scales: list[Array]) -> None:
-        """There is no pool that they could be of."""
+        """Check that there are no factors: an encoder has no pools."""
         assert not scales
 
     @property
@@ -334,7 +332,7 @@ class Bert(nnx.Module):
 
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
-        """Which tensors of a folder make up each weight; GGUF files of encoders are not read."""
+        """The tensors of a folder from which each weight is made; GGUF files are not supported."""
         prefix, head = _TENSORS[config.architecture]
         targets = [*_embedding_targets(config, prefix + "embeddings.")]
         for layer in range(config.n_layers):

@@ -1,7 +1,7 @@
-"""Cohere 2 (Command R7B and A): attention and MLP read the same norm, which also takes the mean
-away, and both are added at once; logits are multiplied.
+"""Cohere 2 (Command R7B and A): attention and MLP read the output of the same norm, which also
+subtracts the mean, and both are added at once; logits are multiplied by a factor.
 
-Layers that see all do not rotate; pairs that are rotated are (2j, 2j + 1).
+Layers that see all positions have no rotation; rotated pairs are (2j, 2j + 1).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _ParallelBlock(Block):
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """The whole layer: as `__call__`."""
+        """Run the whole layer, as `__call__`."""
         x, normed = self.attention_norm.of_sum(x, added, kernels)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
         both = o.astype(jnp.float32) + self.fed_forward(normed, kernels, RowFacts.of(meta))
@@ -55,7 +55,7 @@ class Cohere(Llama):
     hf, gguf = _HF, _GGUF
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """See `Llama.normed`; the last layer is done."""
+        """See `Llama.normed`; the last layer is complete already."""
         return self.norm(hidden.states, kernels).astype(self.dtype)
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:

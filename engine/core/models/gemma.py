@@ -1,8 +1,8 @@
-"""Gemma 2 and Gemma 3 (text): what differs from Llama's layers.
+"""Gemma 2 and Gemma 3 (text): the differences from Llama's layers.
 
-Both halves of a layer are normed before and after, embeddings are scaled, scores and logits may
-have soft caps, and Gemma 3's layers with a window rotate by a theta of their own. The norms'
-weights are stored as 1 + w, in float32: bfloat16 has steps of 1/128 there, and w has them finer.
+Both halves of a layer have a norm before and after, embeddings are scaled, scores and logits may
+have soft caps, and Gemma 3's layers with a window rotate with their own theta. The norms' weights
+are stored as 1 + w, in float32: near 1 bfloat16 has steps of 1/128, and w needs finer ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GGUF = replace(GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="
 
 
 def capped(logits: Array, cap: float) -> Array:
-    """Logits bent to stay within `cap`; 0: they are not."""
+    """Apply the soft cap `cap` to logits; 0: no cap."""
     if not cap:
         return logits
     return cap * jnp.tanh(logits / cap)
@@ -44,7 +44,9 @@ class Gemma(Llama):
     hf, gguf = _HF, _GGUF
 
     def embedded(self, tokens: Array) -> Array:
-        """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as it was in training."""
+        """Embeddings of tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as in
+        training.
+        """
         x = super().embedded(tokens)
         return scaled(x, float(np.asarray(self.config.hidden_size**0.5, x.dtype)))
 

@@ -1,13 +1,13 @@
-"""Gemma 4 (text): what differs from Llama's layers.
+"""Gemma 4 (text): the differences from Llama's layers.
 
-As in Gemma 3 both halves of a layer are normed before and after, and embeddings are scaled. Layers
-that see all positions have larger heads, whose keys may serve as values before they are normed and
-rotated; values are normed, too. The last layers may read the keys and values of earlier ones. Each
-layer may have numbers of a token of its own, which a gate of the row opens (E2B, E4B), and experts
-beside its feed-forward (26B-A4B). Behind it all the row is multiplied by a number of the layer.
+As in Gemma 3 both halves of a layer have a norm before and after, and embeddings are scaled. Layers
+that see all positions have larger heads, whose keys, before norm and rotation, may serve as values;
+values are normed too. The last layers may read the keys and values of earlier ones. Each layer may
+have its own inputs for each token, multiplied by a gate of the row (E2B, E4B), and experts beside
+its feed-forward (26B-A4B). At the end of a layer the row is multiplied by the layer's factor.
 
-Axes: T tokens, E embed, P numbers of a token that a layer has of its own, L layers, H query heads,
-K KV heads, D head dim, X experts.
+Axes: T tokens, E embed, P size of a layer's own input for a token, L layers, H query heads, K KV
+heads, D head dim, X experts.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ _EXPERT_NORMS = {
 
 
 class _Attention(Attention):
-    """Attention over values that are normed, or over the pages of another layer."""
+    """Attention with normed values, or over the pages of another layer."""
 
     def attended(
         self, heads: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
-        """heads [T, H + 2K, D], without the last K where keys serve as values, and H of them where
-        the layer reads another's pages; the rest is as in `Attention.attended`.
+        """As `Attention.attended`, with heads [T, H + 2K, D]; [T, H + K, D] if keys serve as
+        values, and [T, H, D] if the layer reads another layer's pages.
         """
         if not self.keeps_kv:
             assert self.q_norm is not None
@@ -116,15 +116,15 @@ class _FeedForward(MLP):
     """See `MLP`."""
 
     def of_sums(self, x: Array, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """x [T, E], and normed -> [T, E]."""
+        """x [T, E] and the normed x -> [T, E]."""
         return self(normed, kernels, rows)
 
 
 class _FeedForwardAndExperts(Experts):
-    """A feed-forward, here the shared expert, and experts, which read rows in norms of their own,
-    as the router does; what both give is normed before it is added.
+    """A feed-forward, which is the shared expert here, and experts. Experts and router read rows
+    through norms of their own, and both outputs are normed before they are added.
 
-    share_factors [X]: what an expert's share is multiplied by.
+    share_factors [X]: factors on the experts' routing weights.
     """
 
     shared_post_norm: RMSNorm
@@ -140,7 +140,7 @@ class _FeedForwardAndExperts(Experts):
         self.share_factors = nnx.data(nnx.Param(jnp.ones((config.experts.n_experts,), dtype)))
 
     def of_sums(self, x: Array, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """x [T, E], and normed for the feed-forward -> [T, E]."""
+        """x [T, E] and the normed x for the feed-forward -> [T, E]."""
         assert self.shared is not None
         dtype = normed.dtype
         reading, asking = (
@@ -166,8 +166,8 @@ def _feed_forward(
 
 
 class _LayerInputs(nnx.Module):
-    """Numbers of a token, opened by a gate of its row: gate [E, P], out [P, E], which are never
-    rounded to a scheme.
+    """A layer's own inputs for tokens, multiplied by a gate of the row: gate [E, P], out [P, E],
+    which are never quantised.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -177,7 +177,7 @@ class _LayerInputs(nnx.Module):
         self.norm = RMSNorm.of(size, config, dtype)
 
     def __call__(self, x: Array, inputs: Array, kernels: Kernels) -> Array:
-        """x [T, E], inputs [T, P] -> what is added to x, [T, E]."""
+        """x [T, E], inputs [T, P] -> the sum to add to x, [T, E]."""
         gates = jax.nn.gelu(kernels.matmul(x, self.gate[...], jnp.float32), approximate=True)
         opened = rounded(gates * inputs.astype(jnp.float32), x.dtype)
         return self.norm(kernels.matmul(opened, self.out[...], x.dtype), kernels)
@@ -190,9 +190,10 @@ class _LayerInputs(nnx.Module):
 
 
 class _Block(PostNormBlock):
-    """One layer. The last one is not parted, as rows are still multiplied behind its second half.
+    """One layer. The last layer is not split into halves, since its factor comes after the second
+    half.
 
-    factor [1]: of the layer's rows.
+    factor [1]: multiplies the layer's rows.
     """
 
     attention_class = _Attention
@@ -216,7 +217,7 @@ class _Block(PostNormBlock):
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """The whole layer: as `__call__`."""
+        """Run the whole layer, as `__call__`."""
         x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
         x, normed = self.mlp_norm.of_sum(x, o, kernels)
         answers = self.mlp.of_sums(x, normed, kernels, RowFacts.of(meta))
@@ -237,8 +238,8 @@ class _Block(PostNormBlock):
 
 
 class _TokenInputs(nnx.Module):
-    """The numbers that layers have of a token: a table embed [V, L * P], and projection [E, L * P],
-    which makes as many of the token's embedding, and is never rounded to a scheme.
+    """All layers' own inputs for tokens: from a table embed [V, L * P], and from the token's
+    embedding through projection [E, L * P], which is never quantised.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -279,7 +280,7 @@ class Gemma4(Gemma):
     def layer_metas(
         self, tokens: Array, x: Array, meta: AttentionMeta, kernels: Kernels
     ) -> list[AttentionMeta]:
-        """See `Llama.layer_metas`; each layer is told its numbers of the tokens."""
+        """See `Llama.layer_metas`; each layer's metadata also has its own token inputs."""
         metas = super().layer_metas(tokens, x, meta, kernels)
         if self.token_inputs is None:
             return metas
@@ -287,7 +288,7 @@ class Gemma4(Gemma):
         return [own._replace(layer_inputs=inputs[:, at]) for at, own in enumerate(metas)]
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """See `Llama.normed`; the last layer is done."""
+        """See `Llama.normed`; the last layer is complete already."""
         return self.norm(hidden.states, kernels).astype(self.dtype)
 
     def pack(self, kernels: Kernels) -> None:
@@ -301,7 +302,7 @@ class Gemma4(Gemma):
         """See `Llama.weight_map`."""
         weights, names = super().weight_map(config, file_format), cls.dialect(config, file_format)
         readers = range(config.n_layers - config.n_kv_readers, config.n_layers)
-        # Published files have these of layers that read other layers' keys and values.
+        # Published files contain these also for layers that read other layers' keys and values.
         unread = [
             f"{names.layer.format(i=layer)}{name}.weight"
             for layer in readers

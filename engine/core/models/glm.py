@@ -1,4 +1,4 @@
-"""GLM-4 (dense, of 2025): Llama's layers with norms behind both halves, too.
+"""GLM-4 (dense, of 2025): Llama's layers with additional norms after both halves.
 
 Half of each head is rotated, in pairs (2j, 2j + 1).
 """

@@ -1,5 +1,5 @@
-"""Granite 3 and 4: Llama's layers with four factors, of the embeddings, of what a layer adds, of
-attention scores and of logits; in Granite 4 there may be layers of Mamba-2, and mixtures.
+"""Granite 3 and 4: Llama's layers with four factors, on embeddings, on the outputs of a layer's
+halves, on attention scores and on logits; Granite 4 may have layers of Mamba-2, and mixtures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HYBRID = replace(
 
 
 class _GraniteBlock(MixtureBlock):
-    """One layer: what both halves give is multiplied before it is added."""
+    """One layer: the outputs of both halves are multiplied by a factor before they are added."""
 
     recurrent_class = Mamba
 

@@ -1,13 +1,13 @@
 """Latent attention: DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), GLM-4.7-Flash and Mistral 4.
 
-A token's keys and values of all heads are products of one small row, its latent, beside which one
-rotated part of a key serves all heads. The pool keeps the latent and that part alone. The products
-are absorbed: a query is multiplied by its head's matrix of keys before attention, and what it reads
-by the matrix of values behind it, so latents are read as they lie, as one key head whose first
-numbers are its value.
+A token's keys and values of all heads are products of one small row, its latent; beside it, one
+rotated part of a key serves all heads. The pool stores only the latent and that part. The products
+are absorbed: a query is multiplied by its head's key matrix before attention, and the output by the
+head's value matrix after it. So attention reads latents directly, as one key head whose first
+numbers are also its value.
 
-Axes: T rows, E embed, H heads, R numbers of a latent, N, P and V numbers of a head that are not
-rotated, that are, and of its value.
+Axes: T rows, E embed, H heads, R size of a latent, N size of a head's part that is not rotated, P
+of the rotated part, V of a head's value.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.kernels.interface import AttentionMeta, Kernels, OneOf
 
-#: Of the norms of latents, whatever that of the others is.
+#: Epsilon of the norms of latents; the other norms have the model's own.
 _EPS = 1e-6
 _HF = replace(HF, shared="mlp.shared_experts", reads_layers_behind=False)
 _GGUF = replace(GGUF, reads_layers_behind=False)
 
 
 class _HeadMatrices(nnx.Module):
-    """A matrix of each head, weight [H * I, O], or [H * O, I] if turned, which is never rounded to
-    a scheme; once packed, [H, ...], each laid out as the kernel set multiplies it fastest.
+    """One matrix for each head, weight [H * I, O], or [H * O, I] if `turned`; never quantised.
+    After packing, [H, ...], each in the layout that the kernel set multiplies fastest.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class _HeadMatrices(nnx.Module):
 
     @property
     def _apart(self) -> Array:
-        """[H, I, O], or as packed."""
+        """The matrices [H, I, O], or as packed."""
         weight = self.weight[...]
         if weight.ndim > 2:
             return weight
@@ -73,8 +73,8 @@ class _HeadMatrices(nnx.Module):
         matrices = self._apart
         if not kernels.takes_one_of:
             if len(x) == 1:
-                # A GPU's XLA multiplies one row without adding up, and writes that out as float32:
-                # a second row, of zeros, makes it an ordinary product.
+                # For a single row XLA on a GPU writes out the unsummed products as float32; a
+                # second row of zeros makes it an ordinary product.
                 return self(jnp.pad(x, ((0, 1), (0, 0), (0, 0))), kernels)[:1]
             return jnp.einsum(
                 "thi,hio->tho", x, matrices, preferred_element_type=jnp.float32
@@ -88,14 +88,15 @@ class _HeadMatrices(nnx.Module):
         return jax.lax.map(product, (x.swapaxes(0, 1), heads)).swapaxes(0, 1)
 
     def pack(self, kernels: Kernels) -> None:
-        """Lay each matrix out."""
+        """Pack each matrix."""
         if kernels.pack is not None:
             self.weight = nnx.Param(jax.lax.map(kernels.pack, self._apart))
 
 
 class _LatentAttention(Mixer):
-    """qkv [E, C + R + P] makes the queries of all heads, or rows of which q_b [C, H (N + P)] makes
-    them once they are normed, the latent, and the part of a key that is rotated; o [H V, E] closes.
+    """Latent attention. qkv [E, C + R + P] makes the queries of all heads, the latent and the
+    rotated part of the key; with q_b [C, H (N + P)] it makes rows that are normed and multiplied by
+    q_b to get the queries. o [H V, E] is the output projection.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -126,7 +127,7 @@ class _LatentAttention(Mixer):
         """x [T, E], kv [N, page, 1, R + P] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
         own, n_rows = self.latent, x.shape[0]
-        # Rounded once more before each rotation: see `NoNorm`.
+        # Rounded explicitly before each rotation: see `NoNorm`.
         rows = rounded(self.qkv(x, kernels, adapted=meta.adapted), x.dtype)
         end = rows.shape[1] - own.rank - own.rotated_dim
         queries, latents, turning = jnp.split(rows, [end, end + own.rank], axis=1)

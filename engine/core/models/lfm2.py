@@ -1,7 +1,7 @@
 """LFM2 and LFM2.5, dense and mixtures: short gated convolutions between layers that attend.
 
-A convolution sees a row and the few before it. Its inputs are values times a gate, and what comes
-of it is multiplied with a second one; of each seat the last inputs are kept.
+A convolution reads a row and the few before it. Its inputs are values times a gate, and its output
+is multiplied by a second gate. For each seat the last inputs are stored.
 
 Axes: T rows, E embed; C and W as in `ShortConvConfig`.
 """
@@ -44,7 +44,9 @@ _HF = replace(
 
 
 class _ShortConv(Mixer):
-    """qkv [E, 3 C] makes both gates and the values, taps [W, 1, C] convolve, o [C, E] closes."""
+    """A gated convolution: qkv [E, 3 C] makes both gates and the values, taps [W, 1, C] are its
+    coefficients, o [C, E] is the output projection.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         own = config.short_conv
@@ -58,7 +60,7 @@ class _ShortConv(Mixer):
     def __call__(
         self, x: Array, rope: Rope, kv: DeltaState, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, DeltaState]:
-        """x [T, E] -> ([T, E], kv), which is what the layer keeps; it knows no positions."""
+        """x [T, E], kv: the layer's state -> ([T, E], kv). Positions are not used."""
         kernels = kernels.of_rows(meta.counts[2])
         rows = self.qkv(x, kernels, adapted=meta.adapted)
         taps = self.taps[...]

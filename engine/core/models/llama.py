@@ -1,8 +1,8 @@
-"""The Llama family (Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM, Seed-OSS): one module, told
-apart by its configuration.
+"""The Llama family (Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM, Seed-OSS): one module, whose
+configuration selects the variant.
 
-The module holds weights only. KV pages, batch and attention come in as arguments, so the same
-object serves every platform and every test. See `jitney.engine.core.models.protocol`.
+The module holds only weights. KV pages, batch and attention are arguments, so the same object works
+on every platform and in every test. See `jitney.engine.core.models.protocol`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PAIRED = ("LlamaForCausalLM", "Ministral3ForCausalLM", "SmolLM3ForCausalLM")
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each normed before and added after."""
+    """One layer: attention and MLP, each with a norm before it and a residual sum after it."""
 
     #: The halves of a layer.
     attention_class: type[Mixer] = Attention
     mlp_class: Callable[..., MLP | NoMLP] = MLP
-    #: The first half of a layer that keeps a state of each seat in place of pages.
+    #: The first half of a recurrent layer, which has a state for each seat instead of pages.
     recurrent_class: Callable[..., Mixer] | None = None
-    #: The second half of a layer without experts among layers with them.
+    #: The second half of a layer without experts in a model with experts.
     dense_class: type[MLP] = MLP
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -63,11 +63,12 @@ class Block(nnx.Module):
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """x [T, E] and what the layer before adds to it, kv [N, page, 2K, D] (or what a recurrent
-        layer keeps) -> (x [T, E], what this layer adds to it, kv). x may be wider than what is
-        added (`float32_residual` of a kernel set), which is in the activations' dtype.
+        """Run the layer. x [T, E]: the residual. added [T, E]: output of the layer before, which is
+        not added to x yet. kv [N, page, 2K, D], or a recurrent layer's state. -> (x, this layer's
+        `added`, kv). added has the activations' dtype; x may be wider (`float32_residual` of a
+        kernel set).
 
-        A sum waits for the norm that reads it: one kernel may do both.
+        Each sum is computed together with the norm that reads it, since one kernel may do both.
         """
         x, o, kv = self.attended(x, added, rope, kv, meta, kernels)
         x, normed = self.mlp_norm.of_sum(x, o, kernels)
@@ -76,13 +77,13 @@ class Block(nnx.Module):
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """The first half: as `__call__`."""
+        """Run the first half, with arguments and results as for `__call__`."""
         x, normed = self.attention_norm.of_sum(x, added, kernels)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
         return x, o, kv
 
     def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """The sum that the second half adds to x: normed [T, E] -> [T, E]."""
+        """The second half's output, which is added to x: normed [T, E] -> [T, E]."""
         return self.mlp(normed, kernels, rows)
 
     def linears(self) -> tuple[Linear, ...]:
@@ -90,13 +91,13 @@ class Block(nnx.Module):
         return *self.attention.linears(), *self.mlp.linears()
 
     def pack(self, kernels: Kernels) -> None:
-        """Lay the matrices out as the kernel set multiplies them fastest."""
+        """Pack the matrices in the layout that the kernel set multiplies fastest."""
         self.attention.pack(kernels)
         self.mlp.pack(kernels)
 
 
 class PostNormBlock(Block):
-    """One layer: what attention and MLP give is normed, too, before it is added."""
+    """One layer with norms before attention and MLP, and also on their outputs."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
@@ -117,11 +118,9 @@ class PostNormBlock(Block):
 
 
 class Llama(nnx.Module):
-    """embed [V, E], L blocks, a final norm, and lm_head [E, V] unless the embedding serves as
-    one.
-    """
+    """embed [V, E], L blocks, a final norm, and lm_head [E, V] unless the embedding is tied."""
 
-    #: What a layer is made of.
+    #: The class of layers.
     block: type[Block] = Block
     #: Names of the weights in Hugging Face's folders, and in GGUF files if those are read.
     hf: Dialect = HF
@@ -144,8 +143,8 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """tokens int32 [T], kv L times [N, page, 2K, D], None of layers that keep nothing -> (rows
-        behind the last attention, kv).
+        """tokens int32 [T], kv L times [N, page, 2K, D] (None for layers without a pool) -> (rows
+        after the last attention, kv).
         """
         x = self.embedded(tokens)
         return self.through_layers(x, kv, self.layer_metas(tokens, x, meta, kernels), kernels)
@@ -153,7 +152,7 @@ class Llama(nnx.Module):
     def through_layers(
         self, x: Array, kv: list[Array], metas: list[AttentionMeta], kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """As `__call__`, from x [T, E], what the first layer reads; metas: of each layer."""
+        """Run the layers. x [T, E]: input of the first layer. metas: metadata for each layer."""
         added = jnp.zeros_like(x)
         if kernels.float32_residual:
             x = x.astype(jnp.float32)
@@ -182,25 +181,25 @@ class Llama(nnx.Module):
         return [meta.of_group(number) for number in self.config.layer_groups]
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """Last feed-forward, final norm and output head of the selected rows only: R of them ->
-        float32 [R, V].
+        """Last feed-forward, final norm and output head, only for the selected R rows -> float32
+        [R, V].
 
-        Of a model split over devices: the columns of the device's own share of the vocabulary.
+        In a model split over devices: the columns of the device's share of the vocabulary.
         """
         return self.projected(self.normed(hidden, kernels), kernels)
 
     def projected(self, x: Array, kernels: Kernels) -> Array:
-        """x [R, E] behind a final norm, through the output head -> float32 [R, V]."""
+        """Output head: x [R, E] after a final norm -> logits float32 [R, V]."""
         if self.lm_head is None:
             return kernels.project(x, self.embed[...])
         return self.lm_head(x, kernels, jnp.float32)
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """R rows -> [R, E] behind the final norm."""
+        """R rows -> [R, E] after the final norm."""
         return self.ended(hidden, kernels)[1] if hidden.normed is None else hidden.normed
 
     def ended(self, hidden: Hidden, kernels: Kernels) -> tuple[Array, Array]:
-        """R rows -> [R, E] behind the last layer, and the same behind the final norm."""
+        """R rows -> ([R, E] after the last layer, the same after the final norm)."""
         last, x = self.layers[-1], hidden.states
         rows = RowFacts(adapted=hidden.adapted)
         normed = last.mlp_norm(x, kernels).astype(self.dtype)
@@ -208,19 +207,19 @@ class Llama(nnx.Module):
         return self.norm.of_sum(x, added, kernels)
 
     def embedded(self, tokens: Array) -> Array:
-        """tokens int32 [T] -> [T, E]."""
+        """Embeddings of tokens int32 [T] -> [T, E]."""
         return looked_up(self.embed[...], tokens, self.config)[:, : self.config.hidden_size]
 
     def linears(self) -> Iterator[Linear]:
-        """Every matrix that may be quantised; a tied head is the embedding, which is not."""
+        """Every matrix that may be quantised; a tied head is the embedding, which may not."""
         for block in self.layers:
             yield from block.linears()
         if self.lm_head is not None:
             yield self.lm_head
 
     def pack(self, kernels: Kernels) -> None:
-        """Lay the matrices out as the kernel set multiplies them fastest; the last thing done to a
-        model's weights.
+        """Pack the matrices in the layout that the kernel set multiplies fastest; this is the last
+        change to a model's weights.
         """
         for block in self.layers:
             block.pack(kernels)
@@ -229,7 +228,7 @@ class Llama(nnx.Module):
             self.embed = nnx.Param(_with_columns(self.embed[...], kernels.table_columns))
 
     def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """`pack`, of a model that is split over devices; see `Linear.pack_shares`."""
+        """Pack a model that is split over devices; see `Linear.pack_shares`."""
         for linear in self.linears():
             linear.pack_shares(kernels, mesh)
         table, columns = self.embed[...], kernels.table_columns
@@ -238,7 +237,7 @@ class Llama(nnx.Module):
             self.embed = nnx.Param(laid_out_anew(table, work, mesh, before=split, after=split))
 
     def set_kv_scales(self, scales: list[Array]) -> None:
-        """Give each layer that has a quantised pool its factors, float32 [2K]."""
+        """Set the factors of each layer's quantised pool, float32 [2K]."""
         by_source = dict(zip(self.config.pool_layers, scales, strict=True))
         for layer in self.config.attending_layers:
             own = by_source[self.config.kv_sources[layer]]
@@ -255,12 +254,12 @@ class Llama(nnx.Module):
 
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
-        """Which tensors of a checkpoint make up each weight."""
+        """The tensors of a checkpoint from which each weight is made."""
         return WeightMap.of(config, cls.dialect(config, file_format))
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """The names that a format has for them."""
+        """The names of tensors in a file format."""
         if file_format == "hf":
             return cls.hf
         names = cls.gguf
@@ -284,10 +283,10 @@ def _run_block(
     *,
     attend_only: bool,
 ) -> tuple[Array, Array, Array]:
-    """One block, or its first half, as a function of its weights: layers of the same make are
-    traced once per bucket, not once each.
+    """One block, or its first half, as a function of its weights, so that equal layers are traced
+    once per bucket, not once each.
 
-    The calls are inlined when the step is compiled, so the program is the unrolled one.
+    The calls are inlined when the step is compiled, so the program is the same as without it.
     """
     block = nnx.merge(graph, weights)
     run = block.attended if attend_only else block
@@ -295,23 +294,23 @@ def _run_block(
 
 
 def _with_columns(table: Array, columns: int) -> Array:
-    """A table of embeddings [V, E] with columns of zeros up to a multiple of so many."""
+    """Pad a table of embeddings [V, E] with columns of zeros to a multiple of `columns`."""
     missing = -table.shape[1] % columns
     return jnp.pad(table, ((0, 0), (0, missing))) if missing else table
 
 
 def looked_up(table: Array, tokens: Array, config: ModelConfig) -> Array:
-    """Rows of a table with one of each token, tokens int32 [T] -> [T, C]; config: of one device."""
+    """Rows of a table with one row per token: tokens int32 [T] -> [T, C]. config: one device's."""
     if config.shards > 1:
         return _lookup(table, tokens)
     return jnp.take(table, tokens, axis=0, mode="clip")
 
 
 def _lookup(table: Array, tokens: Array) -> Array:
-    """Rows of a table whose rows are split: table [V / n, E], tokens int32 [T] of the whole -> [T,
-    E], exact.
+    """Rows of a table that is split by rows: table [V / n, E], tokens int32 [T] of the whole
+    vocabulary -> [T, E], exact.
 
-    Every device but one adds zeros. Inside the step only.
+    For each token all devices but one add zeros. Only inside the step.
     """
     rows = table.shape[0]
     own = tokens - TENSOR.number() * rows

@@ -1,5 +1,5 @@
-"""Layers of Mamba-2 as all models use them: the products around `jitney.kernels.mamba`, and the
-norm between them.
+"""Layers of Mamba-2, shared by all models: the products around `jitney.kernels.mamba`, and the norm
+between them.
 
 Axes: T rows, E embed; G, H, V and C as there.
 """
@@ -23,12 +23,12 @@ from jitney.kernels.mamba import MambaWeights
 
 
 class Mamba(Mixer):
-    """A layer of Mamba-2: qkv [E, H V + C + H] makes gates, what is convolved and the steps, o
-    [H V, E] closes.
+    """A layer of Mamba-2: qkv [E, H V + C + H] makes gates, the convolution's inputs and the steps;
+    o [H V, E] is the output projection.
 
     taps [W, 1, C], taps_bias [C] or None, log_decay, rate_bias and skip [H]: see `MambaWeights`.
-    value_norm float32 [H V]: weights of the norm of what heads read, which goes over each group's
-    heads at once, behind the gates.
+    value_norm float32 [H V]: weights of the norm of the heads' outputs, which is over each group's
+    heads at once, after the gates.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -56,7 +56,7 @@ class Mamba(Mixer):
     def __call__(
         self, x: Array, rope: Rope, kv: DeltaState, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, DeltaState]:
-        """x [T, E] -> ([T, E], kv), which is what the layer keeps; it knows no positions."""
+        """x [T, E], kv: the layer's state -> ([T, E], kv). Positions are not used."""
         kernels = kernels.of_rows(meta.counts[2])
         rows = self.qkv(x, kernels, adapted=meta.adapted)
         gates, rest = rows[:, : self.values], rows[:, self.values :]
@@ -74,7 +74,7 @@ class Mamba(Mixer):
         return self.o(normed.astype(x.dtype), kernels, adapted=meta.adapted), kv
 
     def _normed(self, gated: Array, kernels: Kernels) -> Array:
-        """gated float32 [T, H V] -> the same divided by the root mean square of each group."""
+        """Divide gated float32 [T, H V] by the root mean square of each group."""
         if self.sharers > 1:  # this device has as many heads of the group as any other
             own = jnp.mean(gated * gated, axis=-1, keepdims=True)
             return gated * jax.lax.rsqrt(TENSOR.total(own) / self.sharers + self.eps)

@@ -1,9 +1,9 @@
-"""Muse-Glimmer (text): Llama's layers between norms before and behind both halves, and gated
-attention.
+"""Muse-Glimmer (text): Llama's layers with norms before and after both halves, and gated attention.
 
-Embeddings, queries and keys are normed without weights, scores and logits multiplied by numbers of
-the model, logits bent to stay within a cap. Each fourth layer sees all and does not rotate. Weights
-of the layers' norms are stored as w and applied as 1 + w, those of the last norm as they are.
+Embeddings, queries and keys are normed without weights, scores and logits are multiplied by the
+model's factors, and logits have a soft cap. Every fourth layer sees all positions and has no
+rotation. Weights of the layers' norms are stored as w and applied as 1 + w, those of the last norm
+unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HF = replace(
 
 
 class _Attention(GatedAttention):
-    """Attention whose gates have a matrix of their own."""
+    """Gated attention whose gates have a separate matrix in the files."""
 
     @staticmethod
     def head_norm(config: ModelConfig, dtype: DTypeLike) -> UnitNorm:

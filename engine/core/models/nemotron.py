@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3: layers of Mamba-2 between some that attend, and feed-forwards without
-gates, which bend with the square of what is positive; few or all are mixtures.
+"""Nemotron-H and Nemotron 3: layers of Mamba-2 between attention layers, and feed-forwards without
+gates, whose activation is the squared ReLU; some or all of them are mixtures.
 
-Each half of a layer is one in the files, and a layer may have no second half
+The files store each half of a layer as a layer, and a layer may have no second half
 (`ModelConfig.stored_halves`).
 """
 

@@ -1,7 +1,7 @@
-"""OLMo 2 (arXiv 2501.00656), OLMo 3 and EXAONE 4: what differs from Llama's layers.
+"""OLMo 2 (arXiv 2501.00656), OLMo 3 and EXAONE 4: the differences from Llama's layers.
 
-Attention and MLP read rows as they are, and what they give is normed before it is added. OLMo norms
-queries, and keys, over all heads at once, before they are parted into heads.
+Attention and MLP read rows without a norm, and their outputs are normed before they are added. OLMo
+normalises queries, and keys, over all heads at once, before the split into heads.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class _WideNormAttention(Attention):
 
 
 def _normed_shares(shares: Sequence[Array], norms: Sequence[RMSNorm], devices: int) -> list[Array]:
-    """Rows that are split over devices, each [T, C] of T rows of some kind, normed over all of
-    their devices' columns; norms: with this device's share of each kind's weights.
+    """Normalise rows whose columns are split over devices. shares: this device's columns [T, C] of
+    each kind of rows. norms: with this device's share of each kind's weights.
 
-    Devices that share columns have as many each, so the mean of their means is that of all. One sum
-    over the devices serves all kinds. Inside the step only.
+    All devices have the same number of columns, so the mean of their means is the mean of all. One
+    sum over the devices serves all kinds. Only inside the step.
     """
     wide = [rows.astype(jnp.float32) for rows in shares]
     own = jnp.stack([jnp.mean(rows * rows, axis=-1) for rows in wide], axis=-1)
@@ -82,7 +82,7 @@ def _normed_shares(shares: Sequence[Array], norms: Sequence[RMSNorm], devices: i
 
 
 class _NormedBehind(PostNormBlock):
-    """One layer: attention and MLP, each normed behind, then added."""
+    """One layer: the outputs of attention and MLP are normed, then added."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)

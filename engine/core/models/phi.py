@@ -10,7 +10,7 @@ from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 
 _HF = replace(HF, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
-#: llama.cpp calls both halves of gate and up the latter.
+#: In llama.cpp's files the matrix of gate and up is named "up".
 _GGUF = replace(GGUF, qkv="attn_qkv", gate_up="ffn_up")
 
 

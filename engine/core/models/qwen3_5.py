@@ -1,5 +1,4 @@
-"""Qwen3.5 and 3.6, dense and mixtures, and Qwen3-Next: layers that keep a state of each seat
-between layers that attend.
+"""Qwen3.5 and 3.6, dense and mixtures, and Qwen3-Next: recurrent layers between attention layers.
 
 Three of four layers are gated delta nets (`jitney.kernels.delta_net`). In the others the query
 projection also makes a gate, and the output of attention is multiplied by its sigmoid. Norm weights
@@ -28,7 +27,7 @@ from jitney.engine.core.weights.checkpoints.names import GGUF, HF, HeadNames
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta, Kernels
 
-#: Columns of the matrix of rates are a multiple of this, as those of products with kernels.
+#: Columns of the matrix of rates are padded to a multiple of this, as kernels for products need.
 _COLUMNS = 16
 _HF = replace(
     HF,
@@ -46,10 +45,11 @@ _GGUF = replace(GGUF, mlp_norm="post_attention_norm", tiled_values=True, reads_l
 
 
 class _GatedDeltaNet(Mixer):
-    """A gated delta net: qkv [E, C + H V] makes what is convolved and the gates, o [H V, E] closes.
+    """A gated delta net: qkv [E, C + H V] makes the convolution's inputs and the gates, o [H V, E]
+    is the output projection.
 
-    rates [E, 2 H], which is never rounded to a scheme: how much of its value a row writes, and how
-    fast the memory decays. taps [W, 1, C], log_decay, rate_bias and norm: see `DeltaWeights`.
+    rates [E, 2 H], never quantised: makes the share of its value that a row writes, and the decay
+    of the memory. taps [W, 1, C], log_decay, rate_bias and norm: see `DeltaWeights`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -70,7 +70,7 @@ class _GatedDeltaNet(Mixer):
     def __call__(
         self, x: Array, rope: Rope, kv: DeltaState, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, DeltaState]:
-        """x [T, E] -> ([T, E], kv), which is what the layer keeps; it knows no positions."""
+        """x [T, E], kv: the layer's state -> ([T, E], kv). Positions are not used."""
         kernels = kernels.of_rows(meta.counts[2])
         rows = self.qkv(x, kernels, adapted=meta.adapted)
         rates = kernels.matmul(x, self.rates[...], jnp.float32)[:, : self.n_rates]
@@ -85,7 +85,7 @@ class _GatedDeltaNet(Mixer):
         return self.o(o, kernels, adapted=meta.adapted), kv
 
     def pack(self, kernels: Kernels) -> None:
-        """See `Mixer.pack`; the rates get columns of zeros up to whole vectors."""
+        """See `Mixer.pack`; the rates are padded with columns of zeros to whole vectors."""
         super().pack(kernels)
         if kernels.pack is not None:
             padded = jnp.pad(self.rates[...], ((0, 0), (0, -self.n_rates % _COLUMNS)))

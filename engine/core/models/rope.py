@@ -1,8 +1,9 @@
-"""Rotary positions: frequencies of every kind of long-context scaling, and the rotation.
+"""Rotary position embeddings: the frequencies of every kind of long-context scaling, and the
+rotation.
 
-Heads of which only some numbers are rotated are loaded in another order
-(`names.head_order`), so that all kernels rotate the pairs (j, j + D/2) of every head: pairs that
-are not rotated have an angle of 0.
+If only a part of a head is rotated, its numbers are loaded in another order (`names.head_order`),
+so that all kernels rotate the pairs (j, j + D/2) of every head: pairs that are not rotated have an
+angle of 0.
 
 Axes: T tokens, D head dim, R numbers of a head that are rotated. Everything is computed in float32.
 """
@@ -29,14 +30,12 @@ class Rope(NamedTuple):
     #: float32 [T, 1, D // 2] each.
     cos: Array
     sin: Array
-    #: float32 [T, 1, 1], what rotated queries are multiplied by; None: nothing.
+    #: float32 [T, 1, 1], factor on rotated queries; None: no factor.
     query_factor: Array | None = None
 
     @classmethod
     def of_layers(cls, positions: Array, config: ModelConfig) -> list[Rope]:
-        """The rotation of each layer at positions int32 [T]; made once per step for layers that are
-        alike.
-        """
+        """The rotation of each layer at positions int32 [T]; equal layers share one rotation."""
         kinds = []
         made: dict[tuple[RopeConfig | None, int], Rope] = {}
         for layer in range(config.n_layers):
@@ -48,10 +47,10 @@ class Rope(NamedTuple):
 
     @classmethod
     def at(cls, positions: Array, config: ModelConfig, rope: RopeConfig | None) -> Rope:
-        """The rotation at positions int32 [T]; config: of the layer.
+        """The rotation at positions int32 [T]. config: the layer's.
 
-        The barrier keeps it once: XLA would rather fuse the sines into every rotation of every
-        layer.
+        With the barrier it is computed once; XLA would otherwise fuse the sines into every rotation
+        of every layer.
         """
         wide = positions.astype(jnp.float32)[:, None, None]
         half = config.rope_dim // 2
@@ -70,7 +69,7 @@ class Rope(NamedTuple):
 
     @property
     def turns(self) -> tuple[Array, Array]:
-        """(cos, sin), as kernels take them."""
+        """(cos, sin), in the form for kernels."""
         return self.cos, self.sin
 
     def rotate(self, x: Array) -> Array:
@@ -80,14 +79,14 @@ class Rope(NamedTuple):
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
     def scaled(self, q: Array) -> Array:
-        """Rotated queries [T, H, D] -> the same, multiplied by what their positions ask for."""
+        """Multiply rotated queries [T, H, D] by `query_factor`, if there is one."""
         if self.query_factor is None:
             return q
         return (q.astype(jnp.float32) * self.query_factor).astype(q.dtype)
 
 
 def _query_factor(positions: Array, rope: RopeConfig) -> Array | None:
-    """Llama 4's factor of queries far behind the trained context."""
+    """Llama 4's factor on queries at positions far beyond the trained context."""
     if not rope.query_beta:
         return None
     contexts = (positions // rope.query_context).astype(jnp.float32)
@@ -127,7 +126,7 @@ def _plain_frequencies(theta: float, dims: int) -> Array:
 
 
 def _dynamic_theta(rope: RopeConfig, scaling: RopeScaling, config: ModelConfig) -> float:
-    """Theta of a text as long as the context, "NTK-aware"; shorter contexts keep their own."""
+    """The "NTK-aware" theta for the served context; contexts up to the trained one keep theirs."""
     dims = rope.dims or config.rope_dim
     times = max(config.context_length / scaling.original_context, 1.0)
     stretch = scaling.factor * times - (scaling.factor - 1.0)
@@ -135,9 +134,9 @@ def _dynamic_theta(rope: RopeConfig, scaling: RopeScaling, config: ModelConfig) 
 
 
 def _llama3_frequencies(plain: Array, scaling: RopeScaling) -> Array:
-    """Llama 3.1: a pair that turns less than `low` times in the trained context is slowed by
-    `factor`, one that turns more than `high` times is kept, the others are blended linearly in
-    their number of turns."""
+    """Llama 3.1's scaling: a pair that turns less than `low` times in the trained context is slowed
+    by `factor`, one that turns more than `high` times is unchanged, and others are blended linearly
+    by their number of turns."""
     turns = scaling.original_context * plain / (2 * math.pi)
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = jnp.clip(share, 0.0, 1.0)
@@ -159,6 +158,6 @@ def _yarn_frequencies(plain: Array, scaling: RopeScaling, theta: float, dims: in
 
 
 def _pair_turning(times: float, scaling: RopeScaling, theta: float, dims: int) -> float:
-    """The index of the pair that turns so often in the trained context."""
+    """The index of the pair that turns `times` times in the trained context."""
     slowness = math.log(scaling.original_context / (times * 2 * math.pi))
     return dims * slowness / (2 * math.log(theta))
