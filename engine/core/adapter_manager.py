@@ -60,7 +60,7 @@ class _Change:
     ticket: int
     #: All adapters, in the list's order.
     adapters: list[LoadedAdapter]
-    #: Those that are not loaded yet.
+    #: The adapters that are not loaded yet.
     new: list[AdapterColumns]
     config_digest: str
     #: Names of adapters that a fixed engine would have to read again.

@@ -204,7 +204,7 @@ class EngineCore:
 
     @property
     def late_plan_slack_s(self) -> float:
-        """How many seconds planning can be delayed so that late arrivals still join the next step,
+        """Seconds by which planning can be delayed so that late arrivals still join the next step,
         while the device stays busy. 0 if the engine does not plan late, or if a late arrival could
         not board.
         """
@@ -293,8 +293,8 @@ class EngineCore:
         return self._report(outputs, outcome.record, outcome.chunks)
 
     def _is_alone(self, plan: Plan, now: float) -> bool:
-        """Whether to launch no step behind this one: while a failure is being isolated, or when the
-        step is background work.
+        """Whether to launch no step while this one runs: because a failure is being isolated, or
+        because the step is background work.
         """
         return self.scheduler.isolating_failure or self.scheduler.lets_others_first(plan, now)
 

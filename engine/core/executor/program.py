@@ -145,7 +145,7 @@ class StateSizes:
     #: Pages of each cache group but the first; empty: all layers share page tables.
     window_pages: tuple[int, ...] = ()
     checkpoints: int = 0  #: slots for recurrent layers' state beside one for each seat
-    #: How tokens are drafted; None: not at all.
+    #: The method of drafting tokens; None: no drafts.
     drafting: Drafting | None = None
 
     @property

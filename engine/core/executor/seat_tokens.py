@@ -121,7 +121,7 @@ class PromptLookup:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How tokens are drafted."""
+    """The method of drafting tokens."""
 
     #: Drafts inside the step; None: separate programs draft (`engine.core.executor.draft_model`).
     drafter: _Drafter | None

@@ -1,6 +1,7 @@
-"""Which class serves an architecture, and models without a checkpoint: random ones, and shapes.
+"""The registry of model classes by architecture, and models without a checkpoint: with random
+weights, or only shapes.
 
-To add a family: its line in `_MODELS`, and how its files are read in
+To add a family, add its line to `_MODELS`, and a reader of its files to
 `jitney.engine.core.weights.checkpoints.families`.
 """
 
@@ -26,7 +27,7 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import Path
 from jitney.kernels.scales import limit_of
 
-#: Class name in `architectures` of config.json -> module and class, imported when asked for.
+#: Class name in `architectures` of config.json -> "module:class", imported on first use.
 _MODELS: dict[str, str] = {
     "LlamaForCausalLM": "jitney.engine.core.models.llama:Llama",
     "MistralForCausalLM": "jitney.engine.core.models.llama:Llama",
@@ -66,8 +67,8 @@ _MODELS: dict[str, str] = {
     "XLMRobertaModel": "jitney.engine.core.models.bert:Bert",
     "XLMRobertaForSequenceClassification": "jitney.engine.core.models.bert:Bert",
 }
-#: The same of heads that draft for a model: of its own files (`ModelConfig.prediction_head`), or
-#: EAGLE-3's.
+#: The same map for heads that draft: those in a model's own files (`ModelConfig.prediction_head`),
+#: and EAGLE-3's.
 _PREDICTION_HEADS: dict[str, str] = {
     "DeepseekV3ForCausalLM:mtp": "jitney.engine.core.models.latent:LatentPredictionHead",
     "LlamaForCausalLM:eagle3": "jitney.engine.core.models.eagle3:Eagle3Head",
@@ -76,12 +77,12 @@ _PREDICTION_HEADS: dict[str, str] = {
     "Qwen3NextForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35MixturePredictionHead",
     "Qwen3_5MoeForCausalLM:mtp": "jitney.engine.core.models.qwen3_5:Qwen35MixturePredictionHead",
 }
-#: Keys and values of random models stay within this, quantised or not.
+#: Largest magnitude of a random model's keys and values, quantised or not.
 _RANDOM_KV = 16.0
 
 
 def model_class(architecture: str) -> type[Model]:
-    """The class that serves an architecture; ModelError lists those that are known."""
+    """The model class of an architecture; raises ModelError, which lists the known ones."""
     place = (_MODELS | _PREDICTION_HEADS).get(architecture)
     if place is None:
         raise ModelError(
@@ -117,10 +118,10 @@ def random_model(
 
 
 def fill_at_random(model: Model, sharding: Callable[[Path, int], Sharding] | None = None) -> Model:
-    """An abstract model with numbers in it, made on the device leaf by leaf: of the right size, of
-    no meaning.
+    """Fill an abstract model with random numbers of the right shapes, made on the device leaf by
+    leaf.
 
-    sharding(path, dimensions): how a leaf is split; None: all on the default device.
+    sharding(path, dimensions): the sharding of a leaf; None: all on the default device.
     """
     graph, state = nnx.split(model)
     leaves = []
@@ -134,13 +135,13 @@ def fill_at_random(model: Model, sharding: Callable[[Path, int], Sharding] | Non
 
 @cache
 def _filler(split: Sharding | None) -> Callable[..., Array]:
-    """Layers are alike, so each shape is compiled once."""
+    """The compiled filler, cached: layers have equal shapes, so each shape is compiled once."""
     return jax.jit(_fill, static_argnums=(1, 2, 3), out_shardings=split)
 
 
 def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """Entries for the leaf of that name: matrices have a spread of 1 / sqrt(inputs), norms are 1,
-    and scales small, so that no step overflows."""
+    """Random entries for a leaf of this name. Matrices have a spread of 1 / sqrt(inputs), norms are
+    1, and scales are small, so that no step overflows."""
     if jnp.issubdtype(dtype, jnp.integer):
         if name == "zeros":
             return jnp.full(shape, 8, dtype)
@@ -161,5 +162,5 @@ def _random_bits(key: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
 def abstract_model(
     config: ModelConfig, *, dtype: DTypeLike = jnp.float32, weights: str = "plain", kv: str = "auto"
 ) -> Model:
-    """The model with shapes and dtypes in place of arrays; costs no memory. See `random_model`."""
+    """A model with shapes and dtypes instead of arrays, without memory. See `random_model`."""
     return nnx.eval_shape(lambda: random_model(config, dtype=dtype, weights=weights, kv=kv))

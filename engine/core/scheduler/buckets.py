@@ -147,7 +147,7 @@ class Buckets:
         return self.mixed[bisect_left(self.mixed, least, key=lambda bucket: bucket.seats) :]
 
     def thrifty(self, rows: int, count: int, riders: int, sequences: int) -> int:
-        """How many of a prompt's next `count` rows to add to a step of `rows` rows that no other
+        """Number of a prompt's next `count` rows to add to a step of `rows` rows that no other
         prompt joins.
 
         Either all of them, or only enough to fill a smaller bucket, with the rest in the next step

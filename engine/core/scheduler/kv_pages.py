@@ -125,7 +125,7 @@ class PagePool:
         return key in self._index
 
     def count(self, keys: Iterable[bytes]) -> int:
-        """How many of the keys, in order, `match` would find."""
+        """Number of keys, in order, that `match` would find."""
         return sum(1 for _ in takewhile(self._index.__contains__, keys))
 
     def allocate(self, count: int) -> list[int] | None:

@@ -123,7 +123,7 @@ def mask_words(vocab: int) -> int:
 
 
 class Occupancy(NamedTuple):
-    """How full the engine is while a step runs."""
+    """Counts of busy seats, used pages and waiting work while a step runs."""
 
     #: Number of seats with a sequence in them, without empty seats that a batch keeps.
     seats_busy: int = 0
@@ -201,7 +201,7 @@ class Draft:
         self.rows_left -= len(sequences)
 
     def add_drafts(self, widths: dict[Sequence, int]) -> None:
-        """Insert draft rows behind the decode rows. widths: draft rows by sequence."""
+        """Insert draft rows after their sequences' decode rows. widths: draft rows by sequence."""
         chunks: list[Chunk] = []
         for row in self.chunks:
             chunks.append(row)
@@ -340,7 +340,7 @@ class Plan:
     background: bool = False
     #: Padding rows of a static batch: prompts up to the longest, steps up to the batch's size.
     reserved: int = 0
-    #: How full the engine was at planning time.
+    #: Seats, pages and waiting work at planning time.
     occupancy: Occupancy = _EMPTY
     #: Logit rows whose tokens are chosen after the step, under grammar masks.
     masked: list[MaskedRow] = field(default_factory=list[MaskedRow])

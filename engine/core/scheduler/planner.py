@@ -258,7 +258,7 @@ class StepPlanner:
             may_board -= 1
 
     def _thrifty(self, seq: Sequence, draft: Draft) -> int:
-        """How many rows of a prompt to compute in this step rather than in the next one."""
+        """Number of a prompt's rows to compute in this step rather than in the next one."""
         count = min(seq.n_left, draft.tokens_left)
         if self._limits.encoder or not self._is_last(seq):
             return count
@@ -314,8 +314,8 @@ class StepPlanner:
         return now - self._live_at >= _CALM_S
 
     def lets_others_first(self, plan: Plan, now: float) -> bool:
-        """Whether no step should be launched behind this one: it is background work and no live
-        request is open, so a request that arrives while it runs gets the next step.
+        """Whether no step should be launched after this one before it ends: it is background work
+        and no live request is open, so a request that arrives while it runs gets the next step.
         """
         return plan.background and not self._sequences.live.n_open and not self._is_calm(now)
 

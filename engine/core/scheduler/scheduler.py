@@ -152,7 +152,7 @@ class Scheduler:
 
     @property
     def predicted_wait_s(self) -> float:
-        """Expected seconds until a request that arrives now boards, behind all waiting requests and
+        """Expected seconds until a request that arrives now boards, after all waiting requests and
         all prompts that are not computed yet. Costs a few microseconds for each taken seat.
         """
         return self._admission.predicted_wait.behind_all
@@ -269,8 +269,8 @@ class Scheduler:
         return draft.plan(self.steps, bucket, occupancy, background=background)
 
     def lets_others_first(self, plan: Plan, now: float) -> bool:
-        """Whether to launch no step behind this one: it is background work, so a request that
-        arrives while it runs gets the next step.
+        """Whether to launch no step while this one runs: it is background work, so a request that
+        arrives meanwhile gets the next step.
         """
         return self._planner.lets_others_first(plan, now)
 
@@ -322,8 +322,8 @@ class Scheduler:
 
     @property
     def isolating_failure(self) -> bool:
-        """Whether a sequence is being computed alone to see if its rows make a step fail. No step
-        may be launched behind another one meanwhile.
+        """Whether a sequence is being computed alone to see if its rows make a step fail. Meanwhile
+        no step may be launched before the one before it has ended.
         """
         return bool(self._suspects)
 

@@ -16,7 +16,7 @@ _KEPT = 15
 _MOST_UNTAKEN = 64
 #: Weight of the old value in exponential means and sums, per new step.
 _FADE = 0.95
-#: The same weight for the sums behind `stretch`: the last 100 steps or so count.
+#: The same weight for the sums that `stretch` uses: the last 100 steps or so count.
 _FADE_SLOWLY = 0.99
 #: Differences in query-key pairs below this are noise: short prompts tell nothing about long ones.
 _FEW_PAIRS = 10_000.0
@@ -137,7 +137,7 @@ class StepTimeEstimate:
         self._untaken.clear()
 
     def _compare(self, bucket: Bucket, seconds: float, pairs: int, rows: int) -> None:
-        """Add a step's time and its typical time to the sums behind `stretch`."""
+        """Add a step's time and its typical time to the sums that `stretch` uses."""
         if bucket not in self._seen:
             return
         full = self._typical(bucket) if bucket.decode_only else self._base(bucket)
@@ -263,8 +263,8 @@ class StepTimeEstimate:
         return bucket in self._seen
 
     def needed_to_pay(self, sequences: int) -> int | None:
-        """How many sequences must join `sequences` decoding ones to give more tokens per second; 1
-        if that is not known, None if the next bucket does not hold enough.
+        """Number of sequences that must join `sequences` decoding ones to give more tokens per
+        second; 1 if that is not known, None if the next bucket does not hold enough.
 
         One more sequence can lower the rate if it needs a larger bucket that is far from full.
         Several that join together must give _FILL times the rate, since some of them end soon.
