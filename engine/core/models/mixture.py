@@ -300,9 +300,9 @@ class Experts(MLP):
             count = jnp.int32(x.shape[0]) if rows.count is None else rows.count
             return self._answered(x, asking, kernels, count)
         counts = self._counts_of_all(x.shape[0], rows)
-        everybodys = DATA.rows_of_all(x)
-        all_asking = everybodys if asking is x else DATA.rows_of_all(asking)
-        return DATA.own_sums(self._answered(everybodys, all_asking, kernels, counts))
+        all_rows = DATA.rows_of_all(x)
+        all_asking = all_rows if asking is x else DATA.rows_of_all(asking)
+        return DATA.own_sums(self._answered(all_rows, all_asking, kernels, counts))
 
     def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """The output of the shared expert, or this device's share of it: float32 [T, E]."""

@@ -57,10 +57,10 @@ class _Axis:
         """Elementwise maximum among the devices of this device's group. groups: the group of each
         device of the axis.
         """
-        everybodys = jax.lax.all_gather(x, self.name)
+        all_x = jax.lax.all_gather(x, self.name)
         numbers = jnp.array(groups)
         mine = numbers == numbers[self.number()]
-        return jnp.max(jnp.where(mine[:, None], everybodys, -jnp.inf), axis=0)
+        return jnp.max(jnp.where(mine[:, None], all_x, -jnp.inf), axis=0)
 
     def side_by_side(self, x: Array) -> Array:
         """Every device's columns: [R, C / n] -> [R, C]."""
@@ -385,8 +385,8 @@ class Shares:
         if self.own.experts is not None:
             n_experts = self.own.experts.own
         group, number = divmod(device, self.group_size)
-        everyone = range(matrices * group * n_experts, matrices * (group + 1) * n_experts)
-        return [_run(matrix * whole + number * own, own) for matrix in everyone]
+        indices = range(matrices * group * n_experts, matrices * (group + 1) * n_experts)
+        return [_run(matrix * whole + number * own, own) for matrix in indices]
 
     def _answers(self, size: int, device: int) -> slice:
         """Columns of a feed-forward's last matrix that belong to the group's experts. size: number
