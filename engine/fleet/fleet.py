@@ -1,6 +1,6 @@
-"""A fleet as it is served: its models, its counters, and whether it still takes requests.
+"""A running fleet: its models, its counters, and whether it still takes requests.
 
-It knows which engine keeps an answer of /v1/responses: clients return to it by its id alone.
+It records which engine stores an answer of /v1/responses, since clients ask for it by id alone.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from jitney.engine.server import (
 if TYPE_CHECKING:
     from jitney.engine.server import InternalRequests, Reload
 
-#: The path of the route whose answers are kept; those about one of them begin so.
+#: The route whose answers engines store, and the start of the paths about one such answer.
 _RESPONSES = "/v1/responses"
-#: How ids of such answers are written, and where they stand in one.
+#: Form of the ids of such answers, and the id within an answer's first bytes.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _IN_ANSWER = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,120})"')
-#: Statuses: of a refusal for lack of room, and the first of a server's faults.
+#: HTTP statuses: of a refusal because engines are full, and the lowest one of a server error.
 _FULL, _SERVER_ERROR = 429, 500
-#: Ids that are remembered.
+#: Most ids of answers that are remembered.
 _MOST = 100_000
 
 
 class RefusalCounts:
-    """Answers that were refusals for want of an engine or of room (429 and 5xx), by status."""
+    """Counts refusals because no engine is free or reachable (429 and 5xx), by status."""
 
-    #: Seconds that count as lately.
+    #: Length of the window of `lately`, seconds.
     lately_s: ClassVar[int] = 60
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        #: Since the start.
+        #: Refusals since the start.
         self.total = 0
-        #: (whole second, refusals of it by status), the oldest first.
+        #: (second, its refusals by status), the oldest first.
         self._seconds: deque[tuple[int, Counter[int]]] = deque()
 
     def note(self, status: int) -> None:
-        """A client was answered so."""
+        """Count an answer, if its status is that of a refusal."""
         if status != _FULL and status < _SERVER_ERROR:
             return
         self.total += 1
@@ -74,7 +74,7 @@ class RefusalCounts:
         self._seconds[-1][1][status] += 1
 
     def lately(self) -> dict[str, int]:
-        """Those of the last minute, by status."""
+        """Refusals of the last minute, by status."""
         while self._seconds and self._seconds[0][0] <= self._clock() - self.lately_s:
             self._seconds.popleft()
         counts = sum((each for _, each in self._seconds), Counter[int]())
@@ -90,7 +90,7 @@ class _AnswerKeeper:
 class Fleet:
     """The state that all routes share: models, counters, and whether requests are taken."""
 
-    #: No spans of its own: traceparent is passed on, and the engines' spans stand below it.
+    #: The fleet has no spans: it passes traceparent on, and engines attach their spans to it.
     tracing: Tracing | None = None
 
     def __init__(
@@ -101,18 +101,18 @@ class Fleet:
         adapters: Mapping[str, str] = MappingProxyType({}),
     ):
         self.quotas = quotas or FleetQuotas()
-        #: By the names that requests call them.
+        #: Models by the names in requests.
         self.models = models
         #: Names of adapters -> the model whose engines hold them.
         self.adapters = adapters
         self.metrics = metrics
         self.slices = TimeSlices()
-        #: Of the endpoint, once it is made; and its files and batches of requests, and jobs.
+        #: Settings of the endpoint, set when it is built; its files, batches and jobs.
         self.settings = ServerSettings()
         self.internal_requests: InternalRequests | None = None
-        #: Reads the files of the configuration again; None: it cannot.
+        #: Rereads the configuration's files; None if it cannot.
         self.reload: Reload | None = None
-        #: Who keeps which answer of /v1/responses, by tenant and id, as far as they passed here.
+        #: (tenant, id) of an answer of /v1/responses that passed here -> the engine that stores it.
         self._keepers = LruCache[tuple[bytes, str], _AnswerKeeper](_MOST, lambda key: 1)
         self.created = int(time.time())
         self.openapi = b""
@@ -144,15 +144,15 @@ class Fleet:
 
     def card(self, name: str) -> ModelCard:
         parent = self.adapters.get(name)
-        said = self.models[parent or name].card()
+        model_card = self.models[parent or name].card()
         return ModelCard(
             id=name,
             created=self.created,
             root=name,
             parent=parent or UNSET,
-            max_model_len=said.get("max_model_len"),
-            kind=said["kind"],
-            made_of=said.get("made_of", UNSET),
+            max_model_len=model_card.get("max_model_len"),
+            kind=model_card["kind"],
+            made_of=model_card.get("made_of", UNSET),
         )
 
     def model_name(self, name: object) -> str:
@@ -166,37 +166,37 @@ class Fleet:
         return name
 
     async def keeper(self, request: ProxiedRequest, id: object) -> _AnswerKeeper | None:
-        """The engine that keeps a response; engines are asked where none is known."""
+        """The engine that stores a response. If none is recorded, all engines are asked."""
         if not isinstance(id, str) or not _ID.fullmatch(id):
             return None
-        known = self._keepers.get((request.tenant, id))
-        if known is not None:
-            return known
+        recorded = self._keepers.get((request.tenant, id))
+        if recorded is not None:
+            return recorded
         for name, model in self.models.items():
             replica = await model.keeper_of(request, f"{_RESPONSES}/{id}")
             if replica is not None:
-                found = _AnswerKeeper(name, replica.name)
-                self._keepers.put((request.tenant, id), found)
-                return found
+                keeper = _AnswerKeeper(name, replica.name)
+                self._keepers.put((request.tenant, id), keeper)
+                return keeper
         return None
 
     async def earlier_keeper(self, request: ProxiedRequest) -> _AnswerKeeper | None:
-        """The engine that keeps the response that a request continues, if any."""
+        """The engine that stores the response that a request continues, if any."""
         earlier = request.fields.get("previous_response_id")
         if request.route not in (_RESPONSES, f"{_RESPONSES}/input_tokens") or earlier is None:
             return None
         return await self.keeper(request, earlier)
 
     def note_keeper(self, request: ProxiedRequest, replica: str, begun: bytes) -> None:
-        """Note the replica that keeps an answer of /v1/responses, by its first bytes."""
-        found = _IN_ANSWER.search(begun) if request.route == _RESPONSES else None
-        if found:
-            id = found[1].decode()
+        """Record the replica that stores an answer of /v1/responses. begun: its first bytes."""
+        id_match = _IN_ANSWER.search(begun) if request.route == _RESPONSES else None
+        if id_match:
+            id = id_match[1].decode()
             self._keepers.put((request.tenant, id), _AnswerKeeper(request.model, replica))
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on; those that run go on, but for jobs and the lines of
-        batches, which go on at the next start.
+        """Refuse new requests from now on. Running requests continue, except jobs and batch lines,
+        which continue at the next start.
         """
         self.draining = True
         if self.internal_requests is not None:
@@ -208,7 +208,7 @@ class Fleet:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Counts one open request. Raises RequestError while we drain."""
+        """Count one open request. Raises RequestError while the fleet drains."""
         if self.draining:
             raise RequestError("the fleet is shutting down", code="draining")
         with self._open.one():
@@ -219,17 +219,19 @@ class Fleet:
         """See `ServerContext`: the seats of all ready engines, at least one each."""
         ready = {
             replica.name: max(1, replica.seats)
-            for known in self.replicas.values()
-            for replica in known
+            for replicas in self.replicas.values()
+            for replica in replicas
             if replica.state == "ready"
         }
         return max(1, sum(ready.values()))
 
     @property
     def body_limit(self) -> int | None:
-        """See `ServerContext`: by the longest context of an engine, once one has said its own."""
+        """See `ServerContext`: by the longest context that an engine has reported."""
         contexts = [
-            replica.context_length or 0 for known in self.replicas.values() for replica in known
+            replica.context_length or 0
+            for replicas in self.replicas.values()
+            for replica in replicas
         ]
         longest = max(contexts, default=0)
         if longest == 0:
@@ -237,8 +239,8 @@ class Fleet:
         return self.settings.body_limit(longest)
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
-        """See `ServerContext`: the page tells of refusals, by an engine or by the fleet itself.
-        Probes that are told "not ready" are none, and what administrators ask is not counted.
+        """See `ServerContext`: the page shows refusals by engines and by the fleet itself. Probes
+        that are answered "not ready" are not counted, nor are requests of administrators.
         """
         route = context.route
         if route is not None and route.role is Role.USER and not route.is_probe:
@@ -249,13 +251,13 @@ class Fleet:
         return self.quotas.max_concurrent
 
     def trouble(self, code: str, cause: str) -> None:
-        """See `ServerContext`. A fleet has no list of incidents: its log says it."""
+        """See `ServerContext`. A fleet has no list of incidents, only its log."""
 
     def check_background(self) -> None:
-        """See `ServerContext`: an engine that has no background refuses each line."""
+        """See `ServerContext`: an engine without a background class refuses each line itself."""
 
     def opening(self, key: str) -> AbstractContextManager[None]:
-        """See `ServerContext`: the route itself counts (`FleetQuotas.holding`)."""
+        """See `ServerContext`: the route counts open requests itself (`FleetQuotas.holding`)."""
         return nullcontext()
 
     def unready(self) -> RequestError | None:
@@ -268,11 +270,11 @@ class Fleet:
 
     @property
     def unready_models(self) -> list[str]:
-        """Those whose requests are refused now, since none of their engines is ready."""
+        """Models whose requests are refused now, since none of their engines is ready."""
         return [name for name, model in self.models.items() if not model.ready]
 
     def stalled(self) -> None:
-        """Engines that say nothing are not ready."""
+        """Always None: engines that do not answer are not ready."""
 
     def unstarted(self) -> RequestError | None:
         """None once every model has been ready."""

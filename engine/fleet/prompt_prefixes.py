@@ -1,4 +1,4 @@
-"""Prefixes of prompts: requests with a common one should find each other's pages."""
+"""Prefixes of prompts, by which requests with a common prefix go to the replica with its pages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import orjson
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.fleet.request import ProxiedRequest
 
-#: Fields that hold the prompt, by the route's form: the first that a body has counts.
+#: Fields that may hold the prompt, depending on the route: the first one that a body has counts.
 _PROMPTS = ("messages", "prompt", "input", "input_prefix", "content", "query", "text_1", "queries")
-#: Roles whose messages all conversations may share.
+#: Roles of messages that all conversations may share.
 _SYSTEM = ("system", "developer")
-#: Most prefixes of a prompt, and most characters of the longest; what follows is not told apart.
+#: Most prefixes of a prompt, and most characters of the longest; later text makes no difference.
 _MOST_PREFIXES, _MOST_CHARS = 512, 1 << 20
 
 
@@ -24,8 +24,9 @@ def prefix_key(request: ProxiedRequest, chars: int) -> bytes:
     """The tenant and the start of the prompt, or the client's name for the conversation
     (`prompt_cache_key`, the header x-session-id).
 
-    chars: of a prompt, or of the first message that is not the system's. System messages and tools
-    count whole, so that conversations that share them are told apart by what comes next.
+    chars: characters of a prompt, or of the first message after the system messages. System
+    messages and tools count in full, so that the text after them distinguishes conversations that
+    share them.
     """
     fields = request.fields
     named = fields.get("prompt_cache_key") or request.header(b"x-session-id")
@@ -38,23 +39,25 @@ def prefix_key(request: ProxiedRequest, chars: int) -> bytes:
 
 def prompt_prefixes(request: ProxiedRequest, chars: int) -> list[bytes]:
     """The prefixes of a prompt, the shortest first: `prefix_key`, then a digest after each message
-    behind the system's, or after every `chars` characters of a text. A conversation's next turn has
-    all of them and more.
+    that follows the system messages, or after every `chars` characters of a text. A conversation's
+    next turn has all of them and more.
     """
     key = prefix_key(request, chars)
-    found, digest, counted = [key], blake2b(key, digest_size=16), 0
+    prefixes, digest, counted = [key], blake2b(key, digest_size=16), 0
     for part in _parts(request.fields, chars):
         counted += len(part)
-        if counted > _MOST_CHARS or len(found) > _MOST_PREFIXES:
+        if counted > _MOST_CHARS or len(prefixes) > _MOST_PREFIXES:
             break
         digest.update(len(part).to_bytes(8))
         digest.update(part)
-        found.append(digest.digest())
-    return found
+        prefixes.append(digest.digest())
+    return prefixes
 
 
 def _parts(fields: JsonObject, chars: int) -> Iterator[bytes]:
-    """Whole parts of the prompt: the last one of a text may be longer in the next turn."""
+    """The complete parts of the prompt; a text's last, incomplete part is left out, since it may be
+    longer in the next turn.
+    """
     prompt = next((fields[name] for name in _PROMPTS if fields.get(name)), "")
     if isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt):
         yield from map(orjson.dumps, dropwhile(_is_system, prompt))
@@ -83,7 +86,7 @@ def _start(fields: JsonObject, chars: int) -> Iterator[str]:
 
 
 def _first_messages(messages: Sequence[Any], chars: int) -> Iterator[str]:
-    """The system's messages, and the start of the first other one."""
+    """The system messages, and the start of the first other message."""
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else message
         if not _is_system(message):

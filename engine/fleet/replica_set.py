@@ -1,5 +1,5 @@
-"""The replicas of one model and the order in which they are offered a request, kept up to date so
-that choosing one of thousands does not look at all of them.
+"""The replicas of one model and the order in which they are tried for a request. The order is
+updated with each change, so that choosing one of thousands does not look at all of them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from jitney.engine.fleet.routing import HashRing, LeastWait, PrefixIndex, Router
 #: Share of a replica's seats up to which the prefix router has no brake.
 _SPARE = 0.25
 
-#: Predicted wait beyond the shortest that a prompt takes to be where its prefix is, as a share of
-#: the mean seconds of a request: where its turn before was, and where only its hash names it.
+#: How much longer than the shortest predicted wait a prompt waits to reach its prefix, divided by
+#: the mean seconds of a request: at the replica of its turn before, and at the one of its hash.
 _WORTH_KNOWN, _WORTH_HASHED = 0.25, 0.05
 
-#: How the replica of a prefix was found: it had the prefix before (known), another one had it
-#: (moved), none had and the hash names it (hashed), or the hash names another one (spread).
+#: Why a replica got a prompt: it had the prefix before (known), another replica had it (moved), no
+#: replica had it and the hash points to this one (hashed) or to another one (spread).
 type _PrefixChoice = Literal["known", "moved", "hashed", "spread"]
 
 
 class ReplicaSet:
-    """Replicas that answer alike, and their router.
+    """Interchangeable replicas and their router.
 
-    Each replica's entry is updated when it calls `Replica.on_change`. brake: times the mean load at
-    which the prefix router sends prompts elsewhere.
+    Each replica's entry is updated when it calls `Replica.on_change`. brake: load, divided by the
+    mean load, from which the prefix router sends prompts elsewhere.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class ReplicaSet:
         self.waits = LeastWait()
         #: Ready replicas by `Replica.seat_fill`, for lines of batches.
         self.fills = LeastWait()
-        #: Fewest seats of a ready replica; 0: one does not report its seats.
+        #: Fewest seats of a ready replica; 0 if a replica does not report its seats.
         self.least_seats = 0
         self._turn = 0
         self._prefixes = PrefixIndex()
         self._by_name: dict[str, Replica] = {}
         self._seats: dict[str, int] = {}
-        # Names of ready replicas, and the ring; None: to be built.
+        # Names of ready replicas, and the ring; None until built.
         self._names: list[str] | None = None
         self._ring: HashRing | None = None
         for replica in replicas:
@@ -67,7 +67,7 @@ class ReplicaSet:
         self._note(replica)
 
     def remove(self, replica: Replica) -> None:
-        """Remove a replica; its keys go to the others, its open requests continue."""
+        """Remove a replica: its keys go to the others, its open requests continue."""
         replica.on_change = None
         self._leave_out(replica.name)
         self.all.remove(replica)
@@ -83,7 +83,7 @@ class ReplicaSet:
 
     @property
     def ring(self) -> HashRing:
-        """The ring of all replicas; one that is gone for a while gets its keys back."""
+        """The ring of all replicas. A replica that is gone for a while gets its keys back."""
         if self._ring is None:
             self._ring = HashRing(self._by_name)
         return self._ring
@@ -93,17 +93,17 @@ class ReplicaSet:
         return self._by_name[name] if name in self.loads else None
 
     def order(self, prefixes: Sequence[bytes]) -> Iterator[Replica]:
-        """Ready replicas in the router's order, those that refuse requests last. prefixes: of the
-        prompt, the shortest first; only the prefix router reads them.
+        """Ready replicas in the router's order, those that refuse requests last. prefixes: prefixes
+        of the prompt, the shortest first; only the prefix router reads them.
         """
         return self._full_last(self._routed(prefixes))
 
     def by_free_seats(self) -> Iterator[Replica]:
-        """Ready replicas with the least share of their seats taken first; full ones last."""
+        """Ready replicas, those with the smallest share of taken seats first, full ones last."""
         return self._full_last(self.fills.order())
 
     def sent(self, prefixes: Sequence[bytes], name: str) -> _PrefixChoice | None:
-        """Note the replica that took a prompt. Returns how it was found; None: not by prefix."""
+        """Record the replica that took a prompt. Returns why it got it; None if not by prefix."""
         if self.router != "prefix" or not prefixes:
             return None
         known = self._prefixes.replica_of(prefixes)
@@ -133,8 +133,8 @@ class ReplicaSet:
                 return round_robin(self.names, self._turn)
 
     def _gives_way(self, known: str | None, name: str) -> bool:
-        """Whether a prompt would wait longer at a replica than its prefix there is worth. known:
-        the replica that had its turn before.
+        """Whether the wait at a replica costs more than the prefix there saves. known: the replica
+        that had the conversation's turn before.
         """
         replica = self._by_name[name]
         if name == known:
@@ -149,7 +149,7 @@ class ReplicaSet:
         full: list[Replica] = []
         for name in names:
             replica = self.ready(name)
-            if replica is None:  # it went away while another one was tried
+            if replica is None:  # it was lost while another one was tried
                 continue
             if replica.is_full:
                 full.append(replica)

@@ -1,7 +1,8 @@
-"""The replicas of a model as a fleet knows them: state, load and predicted wait.
+"""The replicas of a model: their state, load and predicted wait.
 
-Each is polled every `poll_s`: /readyz says whether it takes requests, /metrics its load (where the
-fleet's key may see that). One that does not answer is left out until it does.
+Each replica is polled every `poll_s`: /readyz says whether it takes requests, /metrics gives its
+load (if the fleet's key may read it). A replica that does not answer gets no requests until it
+does.
 """
 
 from __future__ import annotations
@@ -23,64 +24,64 @@ from jitney.engine.common.scrape import Scrape
 
 _log = logging.getLogger("jitney.fleet")
 
-#: Seconds that a replica has to answer a look.
+#: Timeout of a poll, seconds.
 _LOOK_S = 5.0
-#: What the mean of a request's seconds keeps of itself with each new one.
+#: Weight of the old value in the moving average of a request's seconds.
 _FADE = 0.9
-#: Seconds of a request before one has ended: too many only spread requests more evenly.
+#: Seconds assumed for a request before one has ended; too high only spreads requests more evenly.
 _UNTIMED_S = 10.0
 _NOT_HERE = 404
 
-#: "starting": its process was started, and does not answer yet. "ready": it takes requests.
-#: "unready": it answers, and takes none (loading, draining, asleep). "gone": it does not answer.
+#: "starting": the process was started and does not answer yet. "ready": it takes requests.
+#: "unready": it answers but takes no requests (loading, draining, asleep). "gone": no answer.
 type ReplicaState = Literal["unknown", "starting", "ready", "unready", "gone"]
 
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One engine. Times are time.monotonic() unless they say otherwise."""
+    """One engine. Times are time.monotonic() unless a field says otherwise."""
 
-    #: In logs, metrics and headers; unique in a fleet.
+    #: Name in logs, metrics and headers; unique in a fleet.
     name: str
-    #: Without a trailing slash; empty: not started yet.
+    #: Base URL without a trailing slash; empty until the engine is started.
     url: str = ""
-    #: The API key for it; empty: the client's own is passed on.
+    #: API key for the engine; empty: the client's own key is passed on.
     key: str = ""
     state: ReplicaState = "unknown"
-    #: Why it is not ready, one line.
+    #: Why it is not ready, in one line.
     reason: str = "it was not looked at yet"
-    #: time.time() since which it is in its state.
+    #: time.time() at which it entered its state.
     since: float = field(default_factory=time.time)
-    #: When it last answered anything.
+    #: When it last answered any request.
     heard_at: float = field(default_factory=time.monotonic)
-    #: Names of the models that it serves, and of those the first one's context.
+    #: Names of the models that it serves; the context length of the first one, tokens.
     models: tuple[str, ...] = ()
     context_length: int | None = None
-    #: Its last report: seats (0: unknown), sequences in seats and waiting, those of them in the
-    #: background, predicted wait in seconds (None: unknown).
+    #: Last values from /metrics: seats (0: unknown), sequences in seats, sequences waiting, those
+    #: of both that are background requests, predicted wait in seconds (None: unknown).
     seats: int = 0
     running: float = 0.0
     waiting: float = 0.0
     background: float = 0.0
     wait_s: float | None = None
-    #: Requests of this fleet that are open there, now and at the last report; and lines of its
-    #: batches.
+    #: Requests of this fleet that are open there, now and at the last poll; lines of this fleet's
+    #: batches that are open there.
     open: int = 0
     open_then: int = 0
     lines: int = 0
-    #: Mean seconds of a request; 0: none has ended.
+    #: Moving average of a request's seconds; 0 until one has ended.
     request_s: float = 0.0
-    #: Until then it refuses requests, by its own Retry-After.
+    #: End of the Retry-After of its last refusal, on `clock`.
     full_until: float = 0.0
-    #: Requests that were sent there, those that it answered, and those that it was lost with.
+    #: Requests sent to it, requests that it answered, and requests that it was lost with.
     given: int = 0
     answered: int = 0
     lost: int = 0
     #: Called after every change of its state or load.
     on_change: Callable[[Replica], None] | None = None
-    #: Seconds; of a simulated fleet, virtual ones.
+    #: Returns the time in seconds; a simulated fleet passes a virtual clock.
     clock: Callable[[], float] = time.monotonic
-    #: See `share_s`; as of when, and by how many requests it has been split since.
+    #: Last value of `share_s`; when it was updated; how many requests have shared the engine since.
     _share_s: float = 0.0
     _share_at: float = 0.0
     _sharing: float = 1.0
@@ -95,26 +96,26 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """Requests there, other clients' included, without those in the background."""
+        """Requests at the replica, those of other clients included, without background requests."""
         return max(self.open, self._told + self.open - self.open_then)
 
     @property
     def _told(self) -> float:
-        """The part of `load` that it reported."""
+        """The part of `load` that the replica reported itself."""
         return max(0.0, self.running + self.waiting - self.background)
 
     @property
     def seat_fill(self) -> float:
-        """Requests, lines of our batches included, over seats; above 1 where some wait."""
+        """Requests, lines of our batches included, divided by seats; above 1 if some wait."""
         return (self.load + self.lines) / max(1, self.seats)
 
     @property
     def is_full(self) -> bool:
-        """It refused a request and its Retry-After has not passed."""
+        """Whether it refused a request and the refusal's Retry-After has not passed."""
         return self.clock() < self.full_until
 
     def holds(self, adapter: str) -> bool:
-        """Whether it answers requests for an adapter; empty: for none, which all do."""
+        """Whether it can answer requests for an adapter. Always true if `adapter` is empty."""
         return not adapter or adapter in self.models
 
     @property
@@ -128,9 +129,9 @@ class Replica:
         return self.wait_s + unseated * self._seat_s
 
     def routing_wait(self, at_once: float) -> float:
-        """`predicted_wait` with every request that was sent since the last report, seat free or
-        not: prompts wait for the prompts before them. Without these, all requests go to one replica
-        until its next report. at_once: requests that such a replica usually works on.
+        """`predicted_wait` plus the time of every request sent since the last poll, even if a seat
+        is free: prompts wait for the prompts before them. Without these, all requests go to one
+        replica until its next poll. at_once: requests that a replica usually runs at the same time.
         """
         if self.is_full or self.wait_s is None:
             return self.predicted_wait
@@ -143,8 +144,8 @@ class Replica:
         return self.request_s / max(1, self.seats)
 
     def share_s(self) -> float:
-        """Seconds of it that a request would have had that was always there, split evenly at each
-        moment among all that were, of all clients and with lines of batches.
+        """Engine seconds that a request would have received had it always been there. The engine's
+        time is split evenly at each moment among all open requests, of all clients and batches.
         """
         now = self.clock()
         self._share_s += (now - self._share_at) / self._sharing
@@ -153,13 +154,13 @@ class Replica:
         return self._share_s
 
     def begin(self, *, background: bool = False) -> EngineShare:
-        """A request is sent there. background: it is a line of a batch."""
+        """Count a request that is sent to it. background: the request is a line of a batch."""
         self.given += 1
         self._count(1, background)
         return EngineShare(self, self.clock(), self.share_s())
 
     def end(self, took: float | None = None, *, background: bool = False) -> None:
-        """A request has ended there. took: seconds, if it was answered."""
+        """Count a request that has ended. took: its seconds; None if it was not answered."""
         if took is not None and not background:
             before = self.request_s or took
             self.request_s = _FADE * before + (1 - _FADE) * took
@@ -173,14 +174,14 @@ class Replica:
         self.changed()
 
     def changed(self) -> None:
-        """Tell `on_change` of a new state or load."""
+        """Call `on_change` after a new state or load."""
         self.share_s()
         if self.on_change is not None:
             self.on_change(self)
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
-        """Wait for this replica; TimeoutError if it is given up meanwhile."""
+        """Context for a wait on this replica; TimeoutError if `give_up` is called meanwhile."""
         async with asyncio.timeout(None) as deadline:
             self._deadlines.add(deadline)
             try:
@@ -189,12 +190,12 @@ class Replica:
                 self._deadlines.discard(deadline)
 
     def refused(self, retry_s: float) -> None:
-        """It refused a request for want of room, for so many seconds."""
+        """Record that it refused a request because it is full. retry_s: the Retry-After."""
         self.full_until = self.clock() + retry_s
         self.changed()
 
     def became(self, state: ReplicaState, reason: str = "") -> None:
-        """Note its state; a change is logged."""
+        """Set the state. A change is logged."""
         if state not in ("gone", "starting"):
             self.heard_at = time.monotonic()
         if state == self.state:
@@ -207,19 +208,19 @@ class Replica:
         self.changed()
 
     def silent(self, why: str) -> None:
-        """It does not answer: it is gone, unless it is still starting."""
+        """Record that it does not answer: the state is "gone", unless it is still starting."""
         if self.state != "starting":
             self.became("gone", why)
 
     def give_up(self) -> None:
-        """End all waits for it."""
+        """End all waits on this replica."""
         now = asyncio.get_running_loop().time()
         for deadline in list(self._deadlines):
-            with suppress(RuntimeError):  # it is over already
+            with suppress(RuntimeError):  # the wait has ended already
                 deadline.reschedule(now)
 
     def shown(self) -> JsonDict:
-        """For GET /fleet/replicas."""
+        """The replica's entry in the answer of GET /fleet/replicas."""
         return {
             "name": self.name,
             "url": self.url,
@@ -241,23 +242,22 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """A request's share of a replica since it was sent there."""
+    """A request's share of a replica's time since the request was sent there."""
 
     replica: Replica
-    #: By the replica's clock, and its `share_s` then.
+    #: Start by the replica's clock, seconds; the replica's `share_s` at that time.
     begun: float
     _begun_share_s: float
 
     @property
     def seconds(self) -> float:
-        """Seconds of the replica, split evenly among all requests there."""
+        """Engine seconds of this request; the engine's time is split evenly among its requests."""
         return self.replica.share_s() - self._begun_share_s
 
     @property
     def load(self) -> float:
-        """Requests there meanwhile, itself among them: the harmonic mean over time. Where an
-        engine's speed is shared evenly, its requests have that many times the time they would have
-        alone.
+        """Requests at the replica meanwhile, this one included: the harmonic mean over time. If an
+        engine's speed is shared evenly, a request takes that many times as long as it would alone.
         """
         seconds = self.seconds
         if seconds <= 0:
@@ -266,7 +266,7 @@ class EngineShare:
 
 
 class Watch:
-    """Polls replicas, each on its own, until it is closed."""
+    """Polls replicas, each in its own task, until it is closed."""
 
     def __init__(self, client: httpx.AsyncClient, *, poll_s: float, lost_after_s: float):
         self._client = client
@@ -307,7 +307,7 @@ class Watch:
 
     async def _ask(self, replica: Replica) -> None:
         answer = await self._get(replica, "/readyz")
-        if answer.status_code == _NOT_HERE:  # an engine of another make
+        if answer.status_code == _NOT_HERE:  # not a Jitney engine
             answer = await self._get(replica, "/health")
         if answer.status_code >= 300:
             replica.became("unready", _reason(answer))
@@ -325,7 +325,7 @@ class Watch:
     async def _ask_load(self, replica: Replica) -> None:
         open_then = replica.open
         answer = await self._get(replica, "/metrics")
-        if answer.status_code != 200:  # we may not see it: what we gave it ourselves is all we know
+        if answer.status_code != 200:  # no access to /metrics: only our own requests are counted
             replica.running, replica.waiting, replica.background = 0.0, 0.0, 0.0
             replica.open_then = 0
             return
@@ -335,7 +335,7 @@ class Watch:
         replica.waiting = values.get("waiting", 0.0)
         replica.background = values.get("background", 0.0)
         replica.wait_s = values.get("wait_s")
-        # One that came during the look may be counted by the engine already: it must not count
+        # The engine may already count a request that was sent during the poll: do not count it
         # twice.
         replica.open_then = max(open_then, replica.open)
 
@@ -362,9 +362,9 @@ def _models_of(answer: httpx.Response) -> tuple[tuple[str, ...], int | None]:
 
 
 def _loads(text: str) -> dict[str, float]:
-    """The load of an engine by its metrics, in Prometheus' text form: what it says, of `Replica`'s
-    fields. vLLM's names are read too, so that its engines can be mixed in; an engine of ours may
-    have both (`metrics_compat`).
+    """The load of an engine, read from its metrics in Prometheus' text format: values by the name
+    of the field of `Replica`, only those that it reports. vLLM's names are read too, so that vLLM
+    engines can be in a fleet; a Jitney engine may report both (`metrics_compat`).
     """
     ours, of_vllm = Scrape(text), Scrape(text, "vllm:")
     loads = {

@@ -27,7 +27,7 @@ from jitney.engine.server import (
     stated,
 )
 
-#: Headers of a client that are passed to engines.
+#: Headers of a client's request that are passed on to engines.
 _PASSED = frozenset(
     {
         b"accept",
@@ -42,7 +42,7 @@ _PASSED = frozenset(
         b"x-session-id",
     }
 )
-#: Headers that show or name the sender.
+#: Headers that authenticate or name the sender.
 _SENDER = frozenset({b"authorization", b"x-api-key", TENANT_HEADER})
 
 type RawHeaders = list[tuple[bytes, bytes]]
@@ -54,7 +54,7 @@ def texts_of(headers: RawHeaders) -> dict[str, str]:
 
 
 class Route(StrEnum):
-    """Routes by which models of a fleet ask each other."""
+    """Routes of the requests that models of a fleet send to each other."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -63,42 +63,42 @@ class Route(StrEnum):
     RERANK = "/v1/rerank"
 
 
-#: Routes whose streams another replica can write again, from the same seed.
+#: Routes whose streams another replica can generate again from the same seed.
 _REPEATABLE = frozenset({Route.COMPLETIONS, Route.CHAT})
 
 
 @dataclass(frozen=True, slots=True)
 class ProxiedRequest:
-    """One request: the client's, or one that a model made of models sends to another one."""
+    """One request: the client's, or one that a composed model sends to another model."""
 
     method: str
-    #: With the query string, as it came.
+    #: Path with the query string, unchanged.
     path: str
-    #: Names in lower case.
+    #: (name, value) pairs; names in lower case.
     headers: RawHeaders
-    #: The JSON object of the body; {} where it has none.
+    #: The JSON object of the body; {} without one.
     fields: JsonDict = field(default_factory=dict)
-    #: The client's bytes; empty: `fields` are written out.
+    #: The body as the client sent it; empty: `fields` are encoded instead.
     body: bytes = b""
     request_id: str = ""
     #: The model of the fleet that answers it.
     model: str = ""
     #: The only replica that can answer it; empty: any can.
     keeper: str = ""
-    #: The adapter that it asks for: only replicas that hold it can answer.
+    #: The requested adapter: only replicas that hold it can answer.
     adapter: str = ""
-    #: Of its prompt, the shortest first, where the model's router reads them.
+    #: Prefixes of the prompt, the shortest first; only set if the model's router reads them.
     prefixes: Sequence[bytes] = ()
     #: time.monotonic() by which it must be answered; None: no limit.
     deadline: float | None = None
-    #: Fields of the client that models made of models read; no engine gets them.
+    #: Fields of the client that composed models read; they are not sent to engines.
     own_fields: JsonDict = field(default_factory=dict)
-    #: `fields` as the route's model, once they were checked.
+    #: `fields` as the route's body class, once they are checked.
     parsed: ChatBody | CompletionBody | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     async def of(cls, request: Request, fields: JsonDict | None = None) -> ProxiedRequest:
-        """A client's request, its body read. fields: the JSON object of the body."""
+        """Read a client's request with its body. fields: the JSON object of the body."""
         scope = request.scope
         query = scope["query_string"].decode("latin-1")
         raw = scope.get("raw_path") or quote(scope["path"]).encode()
@@ -125,7 +125,7 @@ class ProxiedRequest:
 
     @classmethod
     def post(cls, model: str, route: str, fields: JsonDict) -> ProxiedRequest:
-        """A request of ours to a model, on behalf of no client."""
+        """A request that the fleet itself sends to a model, without a client."""
         return cls("POST", route, [(b"content-type", b"application/json")], fields, model=model)
 
     @property
@@ -139,49 +139,49 @@ class ProxiedRequest:
 
     @property
     def streams(self) -> bool:
-        """The client asks for a stream."""
+        """Whether the client asks for a stream."""
         return self.fields.get("stream") is True
 
     @property
     def tenant(self) -> bytes:
-        """Digest of the client's key; empty where the fleet has no keys."""
+        """Digest of the client's key; empty if the fleet has no keys."""
         return self._statement.partition(b".")[2]
 
     @property
     def _statement(self) -> bytes:
-        """See `engine.server.http.tenants.stated`; empty where the fleet has no keys."""
+        """The tenant header (`engine.server.http.tenants.stated`); empty without API keys."""
         return self.header(TENANT_HEADER)
 
     @property
     def background(self) -> bool:
-        """True for a line of a batch, which gives way to other requests."""
+        """Whether it is a line of a batch, which yields to other requests."""
         return BackgroundRequests.MARK in self.headers
 
     @property
     def repeatable(self) -> bool:
-        """Another replica would write the same stream, if it has a seed."""
+        """Whether another replica generates the same stream, if the request has a seed."""
         return self.streams and self.route in _REPEATABLE
 
     @property
     def content(self) -> bytes:
-        """The body to send."""
+        """The bytes of the body to send."""
         return self.body or (orjson.dumps(self.fields) if self.fields else b"")
 
     @property
     def asking_logprobs(self) -> JsonDict:
-        """The fields that make an answer come with its tokens' log-probabilities."""
+        """The fields that request the log-probabilities of the answer's tokens."""
         if self.is_chat:
             return {"logprobs": True}
         return {"logprobs": self.fields.get("logprobs") or 0}
 
     def header(self, name: bytes) -> bytes:
-        """The first header of this name; empty: it has none."""
+        """The value of the first header of this name; empty if there is none."""
         return next((value for each, value in self.headers if each == name), b"")
 
     def headers_for(self, key: str, *, admitted: bool = False) -> RawHeaders:
         """Headers for a replica: `key` replaces the client's key and signs the client's tenant. If
         `key` is empty, the client's headers stay; jobs and batch lines then have no key. admitted:
-        a replica had admitted it that was lost with it.
+        the request was admitted before, by a replica that was lost.
         """
         headers = self.headers
         if key:
@@ -192,7 +192,7 @@ class ProxiedRequest:
         return [*headers, BackgroundRequests.ADMITTED] if admitted else headers
 
     def with_fields(self, **changed: Any) -> ProxiedRequest:
-        """The same with other fields, which are added at the end of the client's bytes."""
+        """A copy with changed fields, which are appended to the client's JSON object."""
         fields = self.fields | changed
         if not self.body:
             return replace(self, fields=fields)
@@ -201,13 +201,15 @@ class ProxiedRequest:
         return replace(self, body=opened + mark + orjson.dumps(changed)[1:], fields=fields)
 
     def seeded(self) -> ProxiedRequest:
-        """With a seed, where that makes its stream repeatable."""
+        """A copy with a random seed, if a seed makes the stream repeatable."""
         if not self.repeatable or self.fields.get("seed") is not None:
             return self
         return self.with_fields(seed=secrets.randbits(31))
 
     def outgoing(self) -> ProxiedRequest:
-        """With its model, and the time left as `timeout_ms`. Raises RequestError if none is."""
+        """A copy with the model's name and the time left as `timeout_ms`. Raises RequestError if
+        no time is left.
+        """
         if self.deadline is None:
             return self.with_fields(model=self.model)
         left_ms = int((self.deadline - time.monotonic()) * 1000)
@@ -216,13 +218,13 @@ class ProxiedRequest:
         return self.with_fields(model=self.model, timeout_ms=left_ms)
 
     def to(self, model: str, **fields: object) -> ProxiedRequest:
-        """The same to another model. fields: in place of those it has; None: left out."""
+        """A copy for another model. fields: replace those of the same names; None removes one."""
         changed = self.fields | fields
-        kept = {name: value for name, value in changed.items() if value is not None}
-        return replace(self, model=model, fields=kept, body=b"", parsed=None)
+        remaining = {name: value for name, value in changed.items() if value is not None}
+        return replace(self, model=model, fields=remaining, body=b"", parsed=None)
 
     def whole(self, model: str, **fields: object) -> ProxiedRequest:
-        """The same to another model, whose answer is not streamed."""
+        """A copy for another model that asks for an answer without streaming."""
         return self.to(model, stream=None, stream_options=None, **fields)
 
     def about(self, model: str, route: Route, fields: JsonDict) -> ProxiedRequest:
@@ -230,6 +232,6 @@ class ProxiedRequest:
         return replace(self, model=model, path=route, fields=fields, body=b"", parsed=None)
 
     def for_people(self) -> ProxiedRequest:
-        """The same, not in the background."""
-        kept = [each for each in self.headers if each != BackgroundRequests.MARK]
-        return replace(self, headers=kept)
+        """A copy that is not a background request."""
+        other_headers = [each for each in self.headers if each != BackgroundRequests.MARK]
+        return replace(self, headers=other_headers)

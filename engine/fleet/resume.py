@@ -1,8 +1,8 @@
-"""Resuming a stream of a lost replica at another one.
+"""Resumes a stream of a lost replica at another one.
 
-The seed and the tokens before it decide a token (decision 64), so another replica with the same
-settings writes the same stream again. `StreamState` leaves out what the client has of it, and
-raises `ResumeMismatch` where the new stream differs from that.
+A token depends only on the seed and the tokens before it (decision 64), so another replica with
+the same settings generates the same stream again. `StreamState` leaves out the part that the client
+has, and raises `ResumeMismatch` if the new stream differs from that part.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jitney.engine.common.requests import JsonDict
 
 _DATA, _DONE = b"data:", b"[DONE]"
 _END = b"\n\n"
-#: Texts that come once instead of being continued by the next chunk.
+#: Text fields that are sent once, not continued by the next chunk.
 _ONCE = frozenset({"role", "finish_reason", "id", "type", "name", "stop_reason"})
-#: Fields that name a stream; the first replica's stand in all of it.
+#: Fields that identify a stream; all chunks have the values of the first replica.
 _HEAD = ("id", "created", "model", "system_fingerprint")
-#: Errors in a stream of an engine that shuts down: another one can resume it.
+#: Error codes in the stream of an engine that shuts down: another engine can resume the stream.
 _GOING = frozenset({"engine_dead", "draining"})
 
 type _Path = tuple[str | int, ...]
@@ -37,7 +37,7 @@ class ReplicaLost(Exception):
 
 
 def _read_event(event: bytes) -> JsonDict | None:
-    """The object of an event; None: a keep-alive, the end, or an unknown event."""
+    """The JSON object of an event; None for a keep-alive, the end, or an unknown event."""
     data = event.strip()
     if not data.startswith(_DATA):
         return None
@@ -52,18 +52,18 @@ def _read_event(event: bytes) -> JsonDict | None:
 
 
 def _is_going(value: JsonDict | None) -> bool:
-    """Whether the engine says that it cannot finish the stream."""
+    """Whether the event is an error that says that the engine cannot finish the stream."""
     error = value.get("error") if value else None
     return isinstance(error, dict) and error.get("code") in _GOING
 
 
 @dataclass(slots=True)
 class _Leaf:
-    """One text or list of a stream, over all of its chunks."""
+    """One text or list of a stream, joined over all chunks."""
 
     #: The pieces that the client has.
     sent: list[Any] = field(default_factory=list)
-    #: Characters or items of it that the new stream has written again.
+    #: Number of its characters or items that the new stream has repeated so far.
     again: int = 0
 
     def text(self) -> str:
@@ -73,68 +73,68 @@ class _Leaf:
 
     def rest_of_text(self, piece: str) -> str:
         """The new part of the next piece. Raises ResumeMismatch."""
-        known = self.text()[self.again : self.again + len(piece)]
-        if not piece.startswith(known):
+        sent_already = self.text()[self.again : self.again + len(piece)]
+        if not piece.startswith(sent_already):
             raise ResumeMismatch("another replica writes another answer")
         self.again += len(piece)
-        rest = piece[len(known) :]
+        rest = piece[len(sent_already) :]
         if rest:
             self.sent.append(rest)
         return rest
 
     def rest_of_list(self, items: list[Any]) -> list[Any]:
-        """The new items of a list; items are counted, not compared."""
-        known = min(len(items), max(0, len(self.sent) - self.again))
+        """The new items of a list. Items are counted, not compared."""
+        sent_already = min(len(items), max(0, len(self.sent) - self.again))
         self.again += len(items)
-        rest = items[known:]
+        rest = items[sent_already:]
         self.sent += [None] * len(rest)
         return rest
 
 
 @dataclass(slots=True)
 class StreamState:
-    """A stream of chats or completions as the client has it."""
+    """The part of a chat or completion stream that the client has received."""
 
-    #: `_HEAD` of the first chunk.
+    #: The `_HEAD` fields of the first chunk.
     head: JsonDict = field(default_factory=dict)
-    #: The current replica's stream has ended as it should.
+    #: Whether the current replica's stream has ended with [DONE].
     is_whole: bool = False
     _leaves: dict[_Path, _Leaf] = field(default_factory=dict)
 
     def new_of(self, events: bytes, *, as_it_is: bool) -> bytes:
         """The part of whole events that the client lacks. Raises ReplicaLost, ResumeMismatch."""
         self.is_whole |= events.rstrip().endswith(_DONE)
-        kept: list[bytes] = []
+        unsent: list[bytes] = []
         for event in events.split(_END)[:-1]:
             value = _read_event(event)
             if _is_going(value):
                 raise ReplicaLost("it shuts down")
             if value is None or "choices" not in value:
-                kept.append(event + _END)
+                unsent.append(event + _END)
             elif as_it_is:
                 self.note(value)
-                kept.append(event + _END)
+                unsent.append(event + _END)
             else:
                 rest = self.rest_of(value)
                 if rest is not None:
-                    kept.append(b"data: " + orjson.dumps(rest) + _END)
-        return b"".join(kept)
+                    unsent.append(b"data: " + orjson.dumps(rest) + _END)
+        return b"".join(unsent)
 
     def note(self, value: JsonDict) -> None:
-        """Note a chunk that is sent as it is."""
+        """Record a chunk that is sent unchanged."""
         if not self.head:
             self.head = {name: value[name] for name in _HEAD if name in value}
         for choice in value.get("choices") or ():
             self._note(choice, (choice.get("index", 0),))
 
     def begin_again(self) -> None:
-        """Another replica writes the stream from the start."""
+        """Start over: another replica generates the stream from its first token."""
         self.is_whole = False
         for leaf in self._leaves.values():
             leaf.again = 0
 
     def rest_of(self, value: JsonDict) -> JsonDict | None:
-        """The part of a chunk that the client lacks; None: nothing. Raises ResumeMismatch."""
+        """The part of a chunk that the client lacks; None if it has all. Raises ResumeMismatch."""
         choices = value.get("choices") or []
         new = [cut for choice in choices if (cut := self._rest_of_choice(choice)) is not None]
         if choices and not new:
@@ -159,7 +159,7 @@ class StreamState:
         return cut if is_new else None
 
     def _rest(self, value: Any, path: _Path) -> tuple[Any, bool]:
-        """(what to send of a value, whether any of that is new)."""
+        """(the part of a value to send, whether any of it is new)."""
         match value:
             case dict():
                 return self._rest_of_dict(value, path)
@@ -176,13 +176,13 @@ class StreamState:
         return value, False
 
     def _rest_of_dict(self, value: JsonDict, path: _Path) -> tuple[JsonDict, bool]:
-        kept, any_new = {}, False
+        unsent, any_new = {}, False
         for name, item in value.items():
             rest, is_new = self._rest(item, (*path, name))
             any_new |= is_new
             if is_new or name == "index" or not _left_out(item, rest, path):
-                kept[name] = rest
-        return kept, any_new
+                unsent[name] = rest
+        return unsent, any_new
 
     def _rest_of_numbered(self, value: list[JsonDict], path: _Path) -> tuple[list[Any], bool]:
         rests = [self._rest(item, (*path, item["index"])) for item in value]
@@ -201,7 +201,7 @@ class StreamState:
 
 
 def _left_out(item: Any, rest: Any, path: _Path) -> bool:
-    """Whether a field without news is left out: in a delta, and for lists that come once."""
+    """Whether a field with nothing new is left out: in a delta, and if its whole list was sent."""
     is_emptied = isinstance(item, list) and bool(item) and not rest and len(path) == 1
     return "delta" in path or is_emptied
 

@@ -1,7 +1,7 @@
-"""The routers of a fleet: the order in which replicas are offered a request.
+"""The routers of a fleet: each decides the order in which replicas are tried for a request.
 
-The next replica is tried when the one before cannot be reached or is full. No router looks at all
-replicas for a request: there may be thousands.
+The next replica is tried if the one before cannot be reached or is full. No router looks at all
+replicas for a request, since a fleet may have thousands.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jitney.engine.common.lru import LruCache
 
 type RouterName = Literal["prefix", "least-wait", "round-robin"]
 
-#: Points of each replica on the ring; n points make the replicas' shares differ by 1 / sqrt(n).
+#: Points of each replica on the ring. With n points, the replicas' shares differ by 1 / sqrt(n).
 _POINTS = 128
-#: Times the mean load at which a replica gets no more prompts for their prefix.
+#: Load, divided by the mean load, from which a replica gets no more prompts for their prefix.
 _BRAKE = 1.25
-#: Prefixes that are remembered, some 200 bytes each.
+#: Most prefixes that are remembered, about 200 bytes each.
 _MOST_PREFIXES = 1 << 16
 #: Replicas that `LeastWait` yields before it sorts the others.
 _FIRST = 2
@@ -39,10 +39,10 @@ def _never(name: str) -> bool:
 class HashRing:
     """Consistent hashing: a key belongs to the replica whose point is the next one on a ring.
 
-    Adding or removing one of n replicas moves its own keys, 1/n of all, and no others.
+    Adding or removing one of n replicas moves only its own keys, 1/n of all.
     """
 
-    #: See `order`.
+    #: Default of `brake` in `order`.
     brake: ClassVar[float] = _BRAKE
 
     def __init__(self, names: Collection[str]):
@@ -56,7 +56,7 @@ class HashRing:
         self._owners = [name for _, name in marks]
 
     def walk(self, key: bytes) -> Iterator[str]:
-        """All replicas, from the one that the key belongs to around the ring."""
+        """All replicas in ring order, beginning with the one that the key belongs to."""
         start = bisect_right(self._positions, _position(key))
         seen: set[str] = set()
         for step in range(len(self._owners)):
@@ -81,14 +81,14 @@ class HashRing:
     ) -> Iterator[str]:
         """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
 
-        key: of the prompt; its replica is the next one on the ring. loads: requests at each ready
-        replica, waiting or in seats; total: their sum. A replica with `brake` times the mean load
-        comes after those with less. spare: load up to which there is no brake. known: the replica
-        that computed this prefix last. It is tried before the ring, and has no brake while fewer
-        than `seats` of its seats are taken: nothing waits there, and elsewhere the prefix would be
-        computed again. A prompt of unknown prefix does not wait while some replica has a free seat:
-        replicas without one come last. gives_way: whether a replica would have it wait longer than
-        its pages are worth; it comes last, too.
+        key: the prompt's key; its replica is the next one on the ring. loads: requests at each
+        ready replica, waiting or in seats. total: the sum of `loads`. A replica with `brake` times
+        the mean load comes after those with less. spare: load up to which there is no brake. known:
+        the replica that computed this prefix last. It comes before the ring, without brake while
+        fewer than `seats` of its seats are taken: no request waits there, and another replica would
+        compute the prefix again. A prompt of unknown prefix does not wait while any replica has a
+        free seat: replicas without one come last. gives_way: whether the wait at a replica costs
+        more than its cached pages save; such a replica comes last, too.
         """
         most = max(spare, _most_load(total, max(1, len(loads)), brake))
         if known is None and total < seats * len(loads):
@@ -108,7 +108,7 @@ class HashRing:
 
 
 def _most_load(total: float, replicas: int, brake: float = _BRAKE) -> int:
-    """Most requests of one replica once one more has come to `total`."""
+    """The load limit of one replica if one more request is added to `total`."""
     return math.ceil(brake * (total + 1) / replicas)
 
 
@@ -121,17 +121,19 @@ def _known_first(known: str | None, names: Iterator[str]) -> Iterator[str]:
 
 
 class PrefixIndex:
-    """The replica that each prefix was sent to last; the least recently used are forgotten.
+    """The replica that each prefix was sent to last. The least recently used ones are evicted.
 
-    The ring says where a conversation begins; this says where the brake moved it, so that its next
-    turn follows its pages.
+    The ring decides where a conversation begins. This index records where the brake moved it, so
+    that its next turn goes to the replica with its pages.
     """
 
     def __init__(self, most: int = _MOST_PREFIXES):
         self._replicas = LruCache[bytes, str](most, lambda prefix: 1)
 
     def replica_of(self, prefixes: Sequence[bytes]) -> str | None:
-        """The replica of a prompt's longest known prefix (last in `prefixes`); else None."""
+        """The replica of a prompt's longest known prefix; None if none is known. prefixes: the
+        longest is the last.
+        """
         for prefix in reversed(prefixes):
             name = self._replicas.get(prefix)
             if name is not None:
@@ -139,7 +141,7 @@ class PrefixIndex:
         return None
 
     def note(self, prefixes: Sequence[bytes], name: str) -> None:
-        """A prompt went to this replica: keep its longest prefix, which a next turn has."""
+        """Record the replica that got a prompt, by its longest prefix, which a next turn has."""
         self._replicas.put(prefixes[-1], name)
 
 
@@ -149,7 +151,7 @@ type _Wait = tuple[bool, float, float, str]
 class LeastWait:
     """Replicas sorted by (full, predicted wait, load): full ones last.
 
-    A heap in which a replica's old entries stay until they come up, so that a change and the first
+    The heap keeps a replica's old entries until they reach the top, so that a change and the first
     of n replicas cost O(log n).
     """
 
@@ -181,7 +183,7 @@ class LeastWait:
         return next((self._waits[name][1] for name in self._first(1)), 0.0)
 
     def order(self) -> Iterator[str]:
-        """All names. Changes during the iteration are seen by the next caller."""
+        """All names in order. A change during the iteration takes effect in the next call."""
         first = self._first(_FIRST)
         yield from first
         for _, _, _, name in sorted(self._waits.values()):
@@ -189,18 +191,18 @@ class LeastWait:
                 yield name
 
     def _first(self, count: int) -> list[str]:
-        found: list[_Wait] = []
-        while self._heap and len(found) < count:
+        first_waits: list[_Wait] = []
+        while self._heap and len(first_waits) < count:
             wait = heappop(self._heap)
             is_old = self._waits.get(wait[-1]) != wait
-            if not is_old and wait not in found:
-                found.append(wait)
-        for wait in found:
+            if not is_old and wait not in first_waits:
+                first_waits.append(wait)
+        for wait in first_waits:
             heappush(self._heap, wait)
-        return [wait[-1] for wait in found]
+        return [wait[-1] for wait in first_waits]
 
 
 def round_robin(names: Sequence[str], turn: int) -> Iterator[str]:
-    """All names, from a later one on with each `turn`."""
+    """All names in a cycle that starts one name later with each `turn`."""
     for step in range(len(names)):
         yield names[(turn + step) % len(names)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import httpx
 
-#: Seconds until an idle connection is closed: less than engines take.
+#: Seconds until the fleet closes an idle connection; engines close theirs later.
 _KEEP_S = 30.0
 #: Connect timeout, seconds.
 _CONNECT_S = 5.0
 
 
 def upstream_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """One connection per open request; answers have no timeout. transport: of a test."""
+    """A client with one connection per open request and no timeout for answers. transport: only
+    passed by tests.
+    """
     return httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=_CONNECT_S),
         headers={"accept-encoding": "identity"},
@@ -29,9 +31,9 @@ class _EngineTransport(httpx.AsyncHTTPTransport):
         super().__init__(limits=limits, trust_env=False)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Raises httpx.ConnectError also for an engine that ends between taking the connection and
-        the request: under uvloop, which Ray uses, that connection has no socket any more when anyio
-        asks it for its peer, and the error would not be one of httpx.
+        """Send a request. Raises httpx.ConnectError also if an engine ends between accepting the
+        connection and reading the request: under uvloop, which Ray uses, the connection then has no
+        socket when anyio asks for its peer, and the error is an AttributeError.
         """
         try:
             return await super().handle_async_request(request)

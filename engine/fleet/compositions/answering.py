@@ -1,4 +1,4 @@
-"""The interface of every model of a fleet: whole and streamed answers, and how they are made up."""
+"""The interface of every model of a fleet: whole and streamed answers, and their contents."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server import ErrorReply, HttpError
 
-#: Field of an answer: what a model made of models did for it.
+#: Field of an answer with a composed model's report about it.
 _MADE_FIELD = "jitney"
-#: Headers of a refusal that are passed on.
+#: Headers of a refusal that are passed on to the client.
 _RETRY_HEADERS = ("retry-after", "retry-after-ms")
-#: What a header may not hold.
+#: A character that is not allowed in a header.
 _UNSAFE = re.compile(r"[^!-~]")
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
-#: Counts inside a usage: field, and the count in it.
+#: (field of a usage, count in it) of the detail counts.
 _DETAILS = (
     ("prompt_tokens_details", "cached_tokens"),
     ("completion_tokens_details", "reasoning_tokens"),
 )
-#: What does not matter at both ends of an answer.
+#: Characters that are ignored at both ends of an answer when answers are compared.
 _EDGES = string.punctuation + string.whitespace
 
 
 @dataclass(slots=True)
 class ModelAnswer:
-    """A whole answer, in the form of its route."""
+    """A complete answer, in the form of its route."""
 
     body: JsonDict
-    #: For the client, lower case.
+    #: Headers for the client; names in lower case.
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -60,8 +60,8 @@ class ModelAnswer:
 
     @property
     def normalised(self) -> list[str]:
-        """The text of each choice without case, spaces, and punctuation at both ends; the calls of
-        tools by name and arguments.
+        """The text of each choice in lower case, with single spaces, without punctuation at both
+        ends; tool calls by name and arguments.
         """
         return [_normalised(choice) for choice in self.choices]
 
@@ -75,14 +75,14 @@ class ModelAnswer:
         return self.body.get("usage") or {}
 
     def hide_logprobs(self, request: ProxiedRequest) -> None:
-        """Take out the log-probabilities that the client did not ask for."""
-        wanted = request.fields.get("logprobs")
-        if wanted is None or wanted is False:
+        """Remove log-probabilities that the client did not ask for."""
+        requested = request.fields.get("logprobs")
+        if requested is None or requested is False:
             for choice in self.choices:
                 choice["logprobs"] = None
 
     async def chunks(self, request: ProxiedRequest) -> AsyncIterator[JsonDict]:
-        """The same as the chunks of a stream: each choice in one piece."""
+        """The answer as the chunks of a stream. Each choice's text is in one chunk."""
         head = {name: self.body[name] for name in ("id", "created", "model") if name in self.body}
         head["object"] = "chat.completion.chunk" if request.is_chat else "text_completion"
         first = {_MADE_FIELD: self.body[_MADE_FIELD]} if _MADE_FIELD in self.body else {}
@@ -99,56 +99,56 @@ class ModelAnswer:
 
 @dataclass(slots=True)
 class ModelStream:
-    """An answer in chunks of its route's form; the last may hold an error."""
+    """An answer as chunks in the form of its route. The last one may hold an error."""
 
     chunks: AsyncIterator[JsonDict]
-    #: For the client, lower case.
+    #: Headers for the client; names in lower case.
     headers: dict[str, str] = field(default_factory=dict)
 
 
 class Answering(Protocol):
-    """Answers for models by their names: engines, and models made of models.
+    """Answers requests for models by name: models on engines, and composed models.
 
-    Refusals are raised: HttpError, RequestError.
+    Refusals are raised as HttpError or RequestError.
     """
 
     async def answer(self, request: ProxiedRequest) -> ModelAnswer:
-        """The whole answer to a request that does not stream."""
+        """The complete answer to a request that does not stream."""
         ...
 
     def stream(self, request: ProxiedRequest) -> AbstractAsyncContextManager[ModelStream]:
-        """The answer to a request that streams. Entered once its first part is there."""
+        """The answer to a request that streams. The context is entered with the first chunk."""
         ...
 
     async def seats(self, model: str) -> int | None:
-        """Requests that the model computes at once; None: unknown."""
+        """Requests that the model runs at the same time; None if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the models that a model is made of, and what it does there."""
+    """One model inside a composed model, and its role there."""
 
-    #: Of an answer: the part that gave it, such as "large"; of nested models "draft/large".
+    #: Response header with the part that answered, such as "large"; "draft/large" if nested.
     header: ClassVar[str] = "x-jitney-stage"
 
-    #: What headers, errors and usage call it.
+    #: Name of its role in headers, errors and usage.
     stage: str
     #: The model's name in the fleet.
     model: str
 
     def refusal(self, error: HttpError | RequestError, fields: Collection[str] = ()) -> HttpError:
-        """Its refusal, as the whole one's, with its name. fields: those that it has from the
-        client as they were; another is none of the client's, and is not blamed.
+        """The part's refusal as one of the composed model, with the part's name. fields: fields
+        that the part gets unchanged from the client; the error names no other field as its cause.
         """
-        known = ErrorReply.of(error, "")
-        field = re.split(r"[.\[]", known.param or "")[0]
-        param = known.param if field in fields else None
-        headers = {name: known.headers[name] for name in _RETRY_HEADERS if name in known.headers}
+        reply = ErrorReply.of(error, "")
+        field = re.split(r"[.\[]", reply.param or "")[0]
+        param = reply.param if field in fields else None
+        headers = {name: reply.headers[name] for name in _RETRY_HEADERS if name in reply.headers}
         return HttpError(
-            known.status,
-            f"stage {self.stage}: {known.message}",
-            code=known.code,
+            reply.status,
+            f"stage {self.stage}: {reply.message}",
+            code=reply.code,
             param=param,
             headers=headers,
         )
@@ -156,8 +156,8 @@ class Part:
     async def chunks(
         self, stream: ModelStream, told: JsonDict, usage: Callable[[JsonDict], JsonDict]
     ) -> AsyncIterator[JsonDict]:
-        """The chunks of its stream as those of the model made of it. told: for `marked`, in the
-        first. usage: the whole model's, from this part's.
+        """The chunks of the part's stream as chunks of the composed model. told: the report that
+        `marked` adds to the first one. usage: maps this part's usage to the composed model's.
         """
         is_first = True
         async for chunk in stream.chunks:
@@ -173,13 +173,13 @@ class Part:
             yield chunk
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """The headers of its answer, with its name before those inside it."""
+        """The headers of the part's answer, with its name before the names of parts inside it."""
         inner = headers.get(self.header)
         own = _UNSAFE.sub("?", self.stage)
         return {**headers, self.header: f"{own}/{inner}" if inner else own}
 
     def usage(self, usage: JsonDict) -> list[JsonDict]:
-        """Its tokens, as `total_usage` adds them up: an entry for each engine that worked."""
+        """The part's token usage for `total_usage`: one entry for each engine that answered."""
         inner = usage.get("stages")
         if inner is None:
             return [{"stage": self.stage, "model": self.model, **usage}]
@@ -187,8 +187,8 @@ class Part:
 
 
 def marked(body: JsonDict, told: JsonDict) -> JsonDict:
-    """The answer or chunk of a part, with what the model made of it says of itself; the part may
-    be such a model too, and have said so.
+    """An answer or chunk of a part with the composed model's report. A part that is a composed
+    model has added its own report, which becomes `inner`.
     """
     if _MADE_FIELD in body:
         told = told | {"inner": body[_MADE_FIELD]}
@@ -196,14 +196,14 @@ def marked(body: JsonDict, told: JsonDict) -> JsonDict:
 
 
 def total_usage(entries: Sequence[JsonDict]) -> JsonDict:
-    """The usage of a model made of models: the tokens of all its parts, and each part's."""
+    """The usage of a composed model: the tokens of all parts together, and of each part."""
     total: JsonDict = {}
     for name in _COUNTS:
         total[name] = sum(entry.get(name) or 0 for entry in entries)
     for details, count in _DETAILS:
-        given = [entry[details] for entry in entries if entry.get(details)]
-        if given:
-            total[details] = {count: sum(each.get(count) or 0 for each in given)}
+        reported = [entry[details] for entry in entries if entry.get(details)]
+        if reported:
+            total[details] = {count: sum(each.get(count) or 0 for each in reported)}
     return total | {"stages": list(entries)}
 
 
@@ -232,7 +232,7 @@ def _normalised(choice: JsonDict) -> str:
 
 def _call(function: JsonDict) -> str:
     arguments = function["arguments"]
-    with suppress(ValueError, TypeError):  # else as it was written
+    with suppress(ValueError, TypeError):  # invalid JSON stays unchanged
         arguments = json.dumps(json.loads(arguments), sort_keys=True)
     return f"{function['name']}({arguments})"
 
@@ -253,7 +253,7 @@ def _entries(answer: ModelAnswer, request: ProxiedRequest) -> Iterator[JsonDict]
 
 
 def _chat_entries(choice: JsonDict) -> Iterator[JsonDict]:
-    """The role, what was said, and the end, each in a chunk of its own."""
+    """The role, the message's contents, and the end, each in a separate chunk."""
     message = choice["message"]
     bare = {"index": choice["index"], "finish_reason": None, "logprobs": None}
     yield bare | {"delta": {"role": "assistant", "content": ""}}

@@ -1,4 +1,4 @@
-"""Checks of a request to a model made of models: what its route refuses, and what it does."""
+"""Checks of a request to a composed model: by its route, and by the model itself."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server import ChatBody, CompletionBody
 
-#: Fields that hold token ids, which mean something else to another model's tokenizer.
+#: Fields with token ids, which stand for different tokens in another model's tokenizer.
 _TOKEN_FIELDS = ("logit_bias", "stop_token_ids", "allowed_token_ids")
 
 
 def accepted(request: ProxiedRequest, own_names: Collection[str] = ()) -> ProxiedRequest:
-    """The request with its body checked; its `timeout_ms` begins now. own_names: fields that the
-    model reads beside the route's. Raises RequestError for a body that the route refuses.
+    """The request with a validated body; its `timeout_ms` starts now. own_names: fields that the
+    model reads in addition to the route's. Raises RequestError for a body that the route refuses.
     """
     own = {name: request.fields[name] for name in own_names if name in request.fields}
     fields = {name: value for name, value in request.fields.items() if name not in own}
@@ -29,7 +29,7 @@ def accepted(request: ProxiedRequest, own_names: Collection[str] = ()) -> Proxie
 
 
 def parsed_body(request: ProxiedRequest) -> ChatBody | CompletionBody:
-    """The body in the form of its route. Raises RequestError that names the field at fault."""
+    """The body as the route's body class. Raises RequestError that names the invalid field."""
     if request.parsed is not None:
         return request.parsed
     kind = ChatBody if request.is_chat else CompletionBody
@@ -38,7 +38,7 @@ def parsed_body(request: ProxiedRequest) -> ChatBody | CompletionBody:
 
 
 def refuse_token_ids(request: ProxiedRequest) -> None:
-    """Raise RequestError for fields that name tokens by their ids."""
+    """Raise RequestError for fields that contain token ids."""
     why = "models with tokenizers of their own answer, and a token's id means another to each"
     for name in _TOKEN_FIELDS:
         if request.fields.get(name):

@@ -1,7 +1,7 @@
-"""A small model answers; where it is not sure enough of its answer, a large one does.
+"""Cascades: a small model answers, and a large one if the small model's confidence is too low.
 
-How sure it was is read from the log-probabilities of its own tokens; `jitney cascade tune` finds
-the threshold.
+The confidence comes from the log-probabilities of the answer's own tokens. `jitney cascade tune`
+finds the threshold.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _MeasureName = Literal["mean", "least"]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Log-probabilities of an answer's tokens -> confidence, 0 to 1: the probability of a token,
-    as the geometric mean of all (mean), or of the unlikeliest `window` neighbours (least).
+    """Computes an answer's confidence, 0 to 1, from the log-probabilities of its tokens: their
+    geometric mean probability over all tokens (mean), or over the least likely `window` consecutive
+    tokens (least).
     """
 
     name: _MeasureName
     window: int = 1
 
     def of(self, logprobs: Sequence[float]) -> float:
-        """Nothing was said: nothing is known of it, and it is 0."""
+        """Confidence of one answer; 0 for an answer without tokens."""
         if not logprobs:
             return 0.0
         if self.name == "mean":
@@ -52,7 +53,7 @@ class Measure:
         return math.exp(_least_mean(logprobs, min(self.window, len(logprobs))))
 
     def confidence(self, choices: Sequence[Sequence[float]]) -> float:
-        """Confidence of the least certain choice. choices: log-probabilities of each."""
+        """Confidence of the least certain choice. choices: each one's token log-probabilities."""
         return min(map(self.of, choices), default=0.0)
 
     def __str__(self) -> str:
@@ -86,27 +87,27 @@ class CascadeSettings(Section):
 
     @property
     def parts(self) -> list[str]:
-        """Names of the models that it is made of."""
+        """Names of the models that it uses."""
         return [self.small, self.large]
 
     @property
     def scoring(self) -> list[str]:
-        """Those of them that must score or embed texts, which only engines do."""
+        """Names of the models that must score or embed texts: none."""
         return []
 
 
 @dataclass(slots=True)
 class _Try:
-    #: None if it failed.
+    #: The small model's answer; None if it failed.
     answer: ModelAnswer | None
-    #: 0 if it failed.
+    #: Confidence, 0 to 1; 0 if the small model failed.
     confidence: float
-    #: Why it failed.
+    #: Reason of the failure.
     error: str | None = None
 
 
 class Cascade:
-    """One model made of two. models: who answers for both."""
+    """A composed model of a small and a large one. models: answers for both."""
 
     def __init__(self, settings: CascadeSettings, models: Answering):
         self._settings = settings
@@ -117,18 +118,18 @@ class Cascade:
 
     @staticmethod
     def check(request: ProxiedRequest) -> None:
-        """Raises RequestError that names the field, for what no cascade can do."""
+        """Raise RequestError that names the field, for requests that no cascade supports."""
         refuse_token_ids(request)
         why = "the prompt's log-probabilities would count as its answer's"
         refuse_fields(request, ["echo"], why)
 
     async def seats(self) -> int | None:
-        """Those of the smaller batch: in the worst case every request needs both."""
-        known = [await self._models.seats(name) for name in self._settings.parts]
-        return min((seats for seats in known if seats is not None), default=None)
+        """The seats of the smaller batch: in the worst case every request needs both models."""
+        seat_counts = [await self._models.seats(name) for name in self._settings.parts]
+        return min((seats for seats in seat_counts if seats is not None), default=None)
 
     async def answer(self, request: ProxiedRequest) -> ModelAnswer:
-        """Raises HttpError, RequestError."""
+        """Answer by the small or the large model. Raises HttpError, RequestError."""
         tried = await self._try_small(request)
         if self._trusts(tried):
             return self._small_answer(request, tried)
@@ -140,8 +141,8 @@ class Cascade:
 
     @asynccontextmanager
     async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
-        """Begins once it is known who answers: nothing of a small answer is sent before it is
-        trusted. Raises HttpError, RequestError.
+        """The answer's stream. It begins once the small answer is complete: no part of it is sent
+        before its confidence is known. Raises HttpError, RequestError.
         """
         tried = await self._try_small(request)
         if self._trusts(tried):
@@ -152,13 +153,13 @@ class Cascade:
         try:
             async with self._models.stream(to_large) as stream:
                 headers = self._large.headers(stream.headers)
-                told, usage = self._told(self._large, tried), partial(self._usage, tried)
-                yield ModelStream(self._large.chunks(stream, told, usage), headers)
+                report, usage = self._told(self._large, tried), partial(self._usage, tried)
+                yield ModelStream(self._large.chunks(stream, report, usage), headers)
         except (HttpError, RequestError) as error:
             raise self._large.refusal(error, request.fields) from error
 
     async def _try_small(self, request: ProxiedRequest) -> _Try:
-        """Ask the small model. Raises RequestError for what no cascade can do."""
+        """Ask the small model. Raises RequestError for requests that no cascade supports."""
         self.check(request)
         to_small = request.whole(self._small.model, **request.asking_logprobs)
         try:
@@ -183,19 +184,19 @@ class Cascade:
         return ModelAnswer(marked(body, self._told(part, tried)), part.headers(answer.headers))
 
     def _told(self, part: Part, tried: _Try) -> JsonDict:
-        """The cascade's report in an answer. part: the one that answers."""
-        told: JsonDict = {
+        """The cascade's report in an answer. part: the model that answers."""
+        report: JsonDict = {
             "kind": "cascade",
             "stage": part.stage,
             "confidence": tried.confidence,
             "threshold": self._settings.threshold,
         }
         if tried.error is not None:
-            told["left_out"] = [{"stage": self._small.stage, "reason": tried.error}]
-        return told
+            report["left_out"] = [{"stage": self._small.stage, "reason": tried.error}]
+        return report
 
     def _usage(self, tried: _Try, of_large: JsonDict | None = None) -> JsonDict:
-        """Tokens of both models, as far as they answered."""
+        """Token usage of the models that answered."""
         small = [] if tried.answer is None else self._small.usage(tried.answer.usage)
         large = [] if of_large is None else self._large.usage(of_large)
         return total_usage([*small, *large])

@@ -1,4 +1,4 @@
-"""Models made of models, beside those that engines serve: all by their names."""
+"""All models of a fleet by name: composed models, and models that engines serve."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jitney.engine.fleet.compositions.ensemble import Ensemble, EnsembleSettings
 from jitney.engine.fleet.compositions.pipeline import Pipeline, PipelineSettings
 from jitney.engine.fleet.request import ProxiedRequest
 
-#: Kind -> its settings in fleet.toml.
+#: Kind of composed model -> the class of its settings in fleet.toml.
 COMPOSED_KINDS: dict[str, type[Section]] = {
     "cascade": CascadeSettings,
     "ensemble": EnsembleSettings,
     "pipeline": PipelineSettings,
 }
-#: What a card shows of templates and texts: nothing.
+#: Fields of a stage that a model card does not show: templates and texts.
 _HIDDEN_FIELDS = {
     "prompt",
     "system",
@@ -56,7 +56,7 @@ def _check_no_cycle(composed: Mapping[str, _Settings], path: list[str]) -> None:
 
 
 def _made(settings: _Settings, models: Answering, folder: Path) -> Cascade | Ensemble | Pipeline:
-    """folder: of the files that they name. Raises ConfigError."""
+    """Build a composed model. folder: base of its file paths. Raises ConfigError."""
     match settings:
         case CascadeSettings():
             return Cascade(settings, models)
@@ -70,7 +70,7 @@ class ComposedModels:
     """`Answering` for every name of a fleet; models that are not composed go to `engines`."""
 
     def __init__(self, models: Mapping[str, Any], engines: Answering, folder: Path = Path()):
-        """models: see `check`. folder: of the files that they name. Raises ConfigError."""
+        """models: see `check`. folder: base of the settings' file paths. Raises ConfigError."""
         self.check(models)
         self._engines = engines
         self._settings = _composed_of(models)
@@ -78,20 +78,20 @@ class ComposedModels:
 
     @staticmethod
     def check(models: Mapping[str, Any]) -> None:
-        """Raise ConfigError, one line, for parts that do not exist and for models made of
+        """Raise ConfigError, one line, for parts that do not exist and for models that contain
         themselves.
 
-        models: settings by name, those of models that engines serve among them.
+        models: settings by name, including models that engines serve.
         """
         composed = _composed_of(models)
         served = [name for name in models if name not in composed]
         for name, settings in composed.items():
             for part in settings.parts:
                 if part not in served and part not in composed:
-                    known = ", ".join([*served, *composed])
+                    model_names = ", ".join([*served, *composed])
                     raise ConfigError(
                         f"[models.{name}] is made of {part!r}, which is no model of this fleet; "
-                        f"there are: {known}"
+                        f"there are: {model_names}"
                     )
             for part in settings.scoring:
                 if part not in served:
@@ -103,20 +103,20 @@ class ComposedModels:
             _check_no_cycle(composed, [name])
 
     async def start(self) -> None:
-        """Start what they need."""
+        """Start the processes of the pipelines."""
         await asyncio.gather(*(pipeline.start() for pipeline in self._pipelines))
 
     async def close(self) -> None:
-        """End it."""
+        """Stop the processes of the pipelines."""
         await asyncio.gather(*(pipeline.close() for pipeline in self._pipelines))
 
     @property
     def _pipelines(self) -> list[Pipeline]:
-        """The only ones that have processes of their own."""
+        """The pipelines, the only composed models with processes of their own."""
         return [model for model in self._models.values() if isinstance(model, Pipeline)]
 
     def ready(self, name: str, is_ready: Callable[[str], bool]) -> bool:
-        """Whether a model could answer now. is_ready: the same of those that engines serve."""
+        """Whether a model can answer now. is_ready: answers this for models that engines serve."""
         settings = self._settings.get(name)
         if settings is None:
             return is_ready(name)
@@ -126,13 +126,13 @@ class ComposedModels:
 
         match settings:
             case CascadeSettings():
-                return ready(settings.large)  # it answers where the small one fails
+                return ready(settings.large)  # the large model answers if the small one fails
             case EnsembleSettings():
                 return any(map(ready, settings.models)) and all(map(ready, settings.scoring))
         return all(map(ready, settings.parts))
 
     def own_fields(self, name: str) -> set[str]:
-        """Fields of a request that a model, or a part of it, reads beside the route's."""
+        """Fields of a request that a model or a part of it reads in addition to the route's."""
         settings = self._settings.get(name)
         if settings is None:
             return set()
@@ -145,16 +145,16 @@ class ComposedModels:
         return self._settings[name].model_dump(exclude=_HIDDEN, exclude_none=True)
 
     async def answer(self, request: ProxiedRequest) -> ModelAnswer:
-        """Raises HttpError, RequestError."""
+        """Answer by the named model. Raises HttpError, RequestError."""
         model = self._models.get(request.model)
         return await (self._engines if model is None else model).answer(request)
 
     def stream(self, request: ProxiedRequest) -> AbstractAsyncContextManager[ModelStream]:
-        """Raises HttpError, RequestError when it is entered."""
+        """The named model's stream. Raises HttpError, RequestError when the context is entered."""
         model = self._models.get(request.model)
         return (self._engines if model is None else model).stream(request)
 
     async def seats(self, model: str) -> int | None:
-        """Requests that a model computes at once."""
+        """Requests that a model runs at the same time."""
         composed = self._models.get(model)
         return await (self._engines.seats(model) if composed is None else composed.seats())

@@ -1,4 +1,4 @@
-"""Models made of models, as the endpoint of a fleet asks them."""
+"""Composed models behind the interface that the endpoint of a fleet calls."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.request import ProxiedRequest, RawHeaders, Route
 from jitney.engine.server import ErrorReply, HttpError, StreamingWriter
 
-#: Seconds without a chunk after which a stream says that it lives, and how (`formats.Format`).
+#: Seconds without a chunk after which a stream sends a keep-alive, and its bytes.
 _KEEP_ALIVE_S, _KEEP_ALIVE = 15.0, b"\n\n"
 _DONE = b"data: [DONE]\n\n"
-#: Chunks that are read before the client has taken those before them.
+#: Chunks that are buffered for the client.
 _AHEAD = 16
-#: Headers or a chunk; None: the end.
+#: Headers, a chunk, or an error; None: the end.
 type _Item = JsonDict | Exception | None
 
 
 @dataclass(frozen=True, slots=True)
 class NamedComposition:
-    """A `FleetModel` that is made of others. models: all of the fleet's."""
+    """A `FleetModel` for a composed model. models: all models of the fleet."""
 
     name: str
     composed: ComposedModels
@@ -41,25 +41,25 @@ class NamedComposition:
 
     @property
     def ready(self) -> bool:
-        """Those of its parts that it cannot do without are."""
+        """Whether all parts that it requires are ready."""
         return self.composed.ready(self.name, lambda part: self.models[part].ready)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """They are its parts'."""
+        """No replicas: they belong to its parts."""
         return ()
 
     def card(self) -> JsonDict:
-        """The parts; the context is unknown, since it depends on the part that answers."""
+        """The kind and the parts. The context length depends on the part that answers."""
         made_of = self.composed.made_of(self.name)
         return {"kind": made_of.pop("kind"), "made_of": made_of}
 
     async def keeper_of(self, request: ProxiedRequest, path: str) -> None:
-        """It keeps nothing."""
+        """Always None: it stores no answers."""
 
     @asynccontextmanager
     async def answer(self, request: ProxiedRequest) -> AsyncIterator[ProxiedAnswer]:
-        """Raises HttpError, RequestError."""
+        """Answer a request. Raises HttpError, RequestError."""
         request = self._accepted(request)
         if request.streams:
             async with _reading(self.composed, request) as queue:
@@ -77,19 +77,19 @@ class NamedComposition:
         self.metrics.stages.labels(self.name, headers.get(Part.header, "")).inc()
 
     def _accepted(self, request: ProxiedRequest) -> ProxiedRequest:
-        """Raises HttpError, RequestError."""
-        known = (Route.CHAT, Route.COMPLETIONS)
-        if request.route not in known:
+        """The request with a validated body. Raises HttpError, RequestError."""
+        routes = (Route.CHAT, Route.COMPLETIONS)
+        if request.route not in routes:
             raise HttpError(
                 400,
-                f"{self.name} is made of models, and answers {' and '.join(known)} only",
+                f"{self.name} is made of models, and answers {' and '.join(routes)} only",
                 code="unsupported_parameter",
                 param="model",
             )
         return accepted(request, self.composed.own_fields(self.name))
 
     async def _events(self, queue: asyncio.Queue[_Item], request_id: str) -> AsyncIterator[bytes]:
-        """Events of the whole stream; keep-alives where nothing comes for long."""
+        """All events of the stream, with keep-alives while no chunk comes."""
         while True:
             try:
                 item = await asyncio.wait_for(queue.get(), self.keep_alive_s)
@@ -109,8 +109,9 @@ class NamedComposition:
 async def _reading(
     models: Answering, request: ProxiedRequest
 ) -> AsyncIterator[asyncio.Queue[_Item]]:
-    """A stream's headers, its chunks, and None or an error. One task does all of the asking, which
-    what it opens may count on; leaving ends it.
+    """A queue with a stream's headers, its chunks, and None or an error. One task reads the stream,
+    since contexts such as timeouts must be left in the task that entered them. Leaving this context
+    cancels the task.
     """
     queue = asyncio.Queue[_Item](_AHEAD)
     asking = asyncio.create_task(_read(models, request, queue))
@@ -134,7 +135,7 @@ async def _read(models: Answering, request: ProxiedRequest, queue: asyncio.Queue
 
 
 async def _first(queue: asyncio.Queue[_Item]) -> dict[str, str]:
-    """The headers. Raises what went wrong before there were any."""
+    """The headers. Raises the stream's error if it failed before them."""
     headers = await queue.get()
     if isinstance(headers, Exception):
         raise headers

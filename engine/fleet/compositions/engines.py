@@ -1,4 +1,4 @@
-"""The engines of a fleet, as models made of other models ask them."""
+"""The engines of a fleet behind the interface that composed models call."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
 from jitney.engine.server import HttpError, Notes
 
-#: Headers of an engine's answer that the client sees.
+#: Headers of an engine's answer that are passed on to the client.
 _PASSED = (*Notes.HEADERS, "x-jitney-replica", "retry-after", "retry-after-ms")
-#: The list that an answer holds, by its route; `choices` of the others.
+#: Route -> the field with the answer's list; `choices` for all other routes.
 _LISTS: dict[str, str] = {Route.EMBEDDINGS: "data", Route.RERANK: "results"}
 
 
 class _EngineReply:
-    """An engine's answer to a request, whatever its status."""
+    """An engine's answer to a request, with any status."""
 
     def __init__(self, request: ProxiedRequest, answer: ProxiedAnswer):
         self._request = request
         self._answer = answer
 
     def whole(self, content: bytes) -> ModelAnswer:
-        """The answer with all of its body and the model's name in the fleet. Raises HttpError."""
+        """The complete answer, with the model's name in the fleet. Raises HttpError."""
         if self._answer.status != 200:
             raise self.refusal(content)
         model = self._request.model
@@ -47,11 +47,11 @@ class _EngineReply:
         return ModelAnswer(body | {"model": model}, self._passed())
 
     def stream(self) -> ModelStream:
-        """The answer chunk by chunk."""
+        """The answer as a stream of chunks."""
         return ModelStream(_chunks_from(self._request.model, self._answer.body), self._passed())
 
     def refusal(self, content: bytes) -> HttpError:
-        """A status other than 200 as an error."""
+        """The error for an answer whose status is not 200."""
         try:
             error = json.loads(content)["error"]
             message, code, param = error["message"], error.get("code"), error.get("param")
@@ -69,20 +69,20 @@ class _EngineReply:
 
 
 class FleetEngines:
-    """`Answering` for models with engines. models: all of the fleet's, made later or now."""
+    """`Answering` for models on engines. models: all models of the fleet; may be filled later."""
 
     def __init__(self, models: Mapping[str, FleetModel]):
         self._models = models
 
     async def answer(self, request: ProxiedRequest) -> ModelAnswer:
-        """Raises HttpError, RequestError."""
+        """Send the request to an engine. Raises HttpError, RequestError."""
         async with self._models[request.model].answer(request.outgoing()) as answer:
             content = b"".join([part async for part in answer.body])
         return _EngineReply(request, answer).whole(content)
 
     @asynccontextmanager
     async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
-        """Raises HttpError, RequestError."""
+        """Stream an engine's answer. Raises HttpError, RequestError."""
         async with self._models[request.model].answer(request.outgoing()) as answer:
             reply = _EngineReply(request, answer)
             if answer.status != 200:
@@ -90,14 +90,14 @@ class FleetEngines:
             yield reply.stream()
 
     async def seats(self, model: str) -> int | None:
-        """Seats of the ready engines that report them."""
+        """Total seats of the ready engines that report them; None without such an engine."""
         ready = [each for each in self._models[model].replicas if each.state == "ready"]
         return sum(replica.seats for replica in ready) or None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """A model at one address. url: without /v1."""
+    """The address of one model. url: base URL without /v1."""
 
     url: str
     model: str
@@ -105,7 +105,7 @@ class EngineAddress:
 
 
 class _UnwatchedModel(ReplicatedModel):
-    """A model that nothing polls: unreachable engines are tried again each time."""
+    """A model whose engines are not polled: unreachable ones are tried again for each request."""
 
     def order(self, request: ProxiedRequest) -> Iterator[Replica]:
         for replica in self.replicas:
@@ -115,7 +115,7 @@ class _UnwatchedModel(ReplicatedModel):
 
 @asynccontextmanager
 async def engines_at(addresses: Mapping[str, EngineAddress]) -> AsyncIterator[FleetEngines]:
-    """Models that are each served at one address, by the names that requests call them."""
+    """Engines for models that are each served at one address. addresses: by model name."""
     async with upstream_client() as client:
         metrics = FleetMetrics(dict)
         yield FleetEngines(
@@ -134,7 +134,7 @@ async def engines_at(addresses: Mapping[str, EngineAddress]) -> AsyncIterator[Fl
 
 
 async def _chunks_from(model: str, stream: AsyncIterator[bytes]) -> AsyncIterator[JsonDict]:
-    """The chunks of an engine's stream; one that breaks off ends with an error chunk."""
+    """The chunks of an engine's stream; an interrupted stream ends with an error chunk."""
     try:
         async for data in events(stream):
             if data == b"[DONE]":
@@ -150,7 +150,7 @@ async def _chunks_from(model: str, stream: AsyncIterator[bytes]) -> AsyncIterato
 
 
 def _read(model: str, content: bytes) -> JsonDict:
-    """Raises HttpError for what is no JSON object."""
+    """Parse a JSON object. Raises HttpError for any other content."""
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:

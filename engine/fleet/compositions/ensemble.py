@@ -1,4 +1,4 @@
-"""Several models answer at once, or one model several times, and the best answer is sent."""
+"""Ensembles: several models answer, or one model several times, and the best answer is sent."""
 
 from __future__ import annotations
 
@@ -83,22 +83,22 @@ class EnsembleSettings(Section):
 
     @property
     def parts(self) -> list[str]:
-        """Models that it is made of."""
+        """Names of the models that it uses."""
         return [*self.models, *self.scoring]
 
     @property
     def scoring(self) -> list[str]:
-        """Those that must score texts."""
+        """Names of the models that must score texts."""
         return [self.scorer] if self.scorer else []
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """One of those that are asked."""
+    """One answer of the ensemble: a model and its repetition."""
 
-    #: Its stage is the model's name; of one that is asked again, with the turn: "m", "m.2", "m.3".
+    #: `stage` is the model's name; with the repetition if asked several times: "m", "m.2", "m.3".
     part: Part
-    #: How often the model has been asked before.
+    #: Number of the repetition, from 0.
     turn: int
 
 
@@ -111,14 +111,14 @@ class _Vote:
 @dataclass(slots=True)
 class _Choice:
     vote: _Vote
-    #: For `marked`.
+    #: The report that `marked` adds to the answer.
     report: JsonDict
-    #: Of the scorer, as `Part.usage` has it.
+    #: Token usage of the scorer, as `Part.usage` returns it.
     usage: list[JsonDict]
 
 
 class Ensemble:
-    """One model made of several. models: who answers for them."""
+    """A composed model of several models. models: answers for them."""
 
     def __init__(self, settings: EnsembleSettings, models: Answering):
         self._settings = settings
@@ -130,16 +130,16 @@ class Ensemble:
         ]
 
     async def seats(self) -> int | None:
-        """Requests at once: each takes a seat of every model as often as it is asked."""
-        known: list[int] = []
+        """Requests at the same time: each takes a seat of every model for each repetition."""
+        seat_counts: list[int] = []
         for model, times in Counter(member.part.model for member in self._members).items():
             seats = await self._models.seats(model)
             if seats is not None:
-                known.append(max(1, seats // times))
-        return min(known, default=None)
+                seat_counts.append(max(1, seats // times))
+        return min(seat_counts, default=None)
 
     async def answer(self, request: ProxiedRequest) -> ModelAnswer:
-        """The slowest member decides how long it takes. Raises HttpError, RequestError."""
+        """The best answer, once the slowest member has answered. Raises HttpError, RequestError."""
         self._check(request)
         votes, left_out = await self._ask_all(request)
         chosen = await self._choose(request, votes)
@@ -147,24 +147,24 @@ class Ensemble:
 
     @asynccontextmanager
     async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
-        """Begins when the choice is made. Raises HttpError, RequestError."""
+        """The best answer's stream, begun once it is chosen. Raises HttpError, RequestError."""
         answer = await self.answer(request)
         yield ModelStream(answer.chunks(request), answer.headers)
 
     def _check(self, request: ProxiedRequest) -> None:
-        """Raises RequestError for what no ensemble can do."""
+        """Raise RequestError for requests that no ensemble supports."""
         refuse_many(request, "an ensemble sends the best of several answers")
         refuse_fields(request, ["echo"], "answers are compared without their prompts")
         if len(set(self._settings.parts)) > 1:
             refuse_token_ids(request)
 
     async def _ask_all(self, request: ProxiedRequest) -> tuple[list[_Vote], list[JsonDict]]:
-        """The answers, and the members without one and why. Raises HttpError if there is none."""
-        came = await asyncio.gather(*(self._ask(member, request) for member in self._members))
+        """(answers, failed members with the reason). Raises HttpError if there is no answer."""
+        replies = await asyncio.gather(*(self._ask(member, request) for member in self._members))
         votes: list[_Vote] = []
         left_out: list[JsonDict] = []
         errors: list[HttpError] = []
-        for member, answer in zip(self._members, came, strict=True):
+        for member, answer in zip(self._members, replies, strict=True):
             if isinstance(answer, ModelAnswer):
                 votes.append(_Vote(member, answer))
             else:
@@ -232,10 +232,10 @@ class Ensemble:
 
 
 def _by_majority(votes: Sequence[_Vote]) -> _Choice:
-    """The most frequent answer; of equally frequent ones the first."""
-    said = [vote.answer.normalised[0] for vote in votes]
-    winner, count = Counter(said).most_common(1)[0]
-    return _Choice(votes[said.index(winner)], {"votes": count, "of": len(votes)}, [])
+    """The most frequent answer; the first one of equally frequent answers."""
+    texts = [vote.answer.normalised[0] for vote in votes]
+    winner, count = Counter(texts).most_common(1)[0]
+    return _Choice(votes[texts.index(winner)], {"votes": count, "of": len(votes)}, [])
 
 
 def _best(votes: Sequence[_Vote], scores: Sequence[float], usage: list[JsonDict]) -> _Choice:

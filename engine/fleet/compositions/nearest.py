@@ -1,4 +1,4 @@
-"""The documents nearest to a request, by the cosine of vectors that a model of the fleet makes."""
+"""Finds the documents nearest to a request, by cosine similarity of a model's embeddings."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from jitney.engine.fleet.compositions.answering import Answering, ModelAnswer, a
 from jitney.engine.fleet.request import ProxiedRequest, Route
 from jitney.engine.server import HttpError
 
-#: Documents of one request, and of a file: their vectors of 4,096 numbers take 256 MiB.
+#: Most documents of one request, and of a file (vectors of 4,096 numbers then take 256 MiB).
 _MOST_DOCUMENTS, _MOST_IN_A_FILE = 2048, 16384
-#: Inputs of one request to an engine, at most.
+#: Most inputs of one request to an engine.
 _MOST_INPUTS = 16
-#: Documents of a file that are embedded before it is noted that they are.
+#: Documents of a file per step of embedding; completed steps are kept if a later one fails.
 _PORTION = 256
 
-#: [texts, numbers], each of length 1.
+#: [texts, dimensions] f4, rows of Euclidean length 1.
 type _Vectors = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """Makes vectors on behalf of one request."""
+    """Embeds texts for one request."""
 
     models: Answering
     request: ProxiedRequest
-    #: Who makes them.
+    #: Name of the embedding model.
     model: str
-    #: Texts that it computes at once.
+    #: Texts that the model computes at the same time.
     seats: int
-    #: More fields of each request.
+    #: Additional fields of each request.
     fields: JsonObject
-    #: Of all that it made.
+    #: Token usage of each request.
     usages: list[JsonDict] = field(default_factory=list)
 
     def for_people(self) -> Embedder:
-        """The same for vectors that people will wait for, if the request is in the background."""
+        """A copy whose requests are not in the background, for vectors that live requests need."""
         return replace(self, request=self.request.for_people())
 
     async def vectors(self, texts: Sequence[str]) -> _Vectors:
@@ -77,7 +77,7 @@ class Embedder:
 
 
 def _vectors_in(answer: ModelAnswer, model: str, count: int) -> _Vectors:
-    """Raises HttpError where it does not hold so many."""
+    """The normalised vectors of an answer. Raises HttpError if there are not `count` of them."""
     try:
         entries = sorted(answer.body["data"], key=lambda entry: entry["index"])
         vectors = np.stack([_vector(entry["embedding"]) for entry in entries])
@@ -90,20 +90,20 @@ def _vectors_in(answer: ModelAnswer, model: str, count: int) -> _Vectors:
 
 
 def _vector(written: Any) -> npt.NDArray[np.float32]:
-    """In base64, or as numbers: not every engine knows base64. Raises ValueError."""
+    """Parse a vector from base64, or from numbers for engines without base64. Raises ValueError."""
     if isinstance(written, str):
         return np.frombuffer(base64.b64decode(written, validate=True), "<f4")
     return np.asarray(written, np.float32)
 
 
 class KeptDocuments:
-    """Documents of the settings. Each is embedded once, for the first request."""
+    """Documents from the settings. They are embedded once, at the first request."""
 
-    #: Of them where they stand in the settings themselves.
+    #: Most documents in the settings themselves; a file may have more.
     most: ClassVar[int] = _MOST_DOCUMENTS
 
     def __init__(self, texts: Sequence[str], prefix: str):
-        """prefix: stands before each where it is embedded."""
+        """prefix: text put before each document when it is embedded."""
         self.texts = texts
         self._prefix = prefix
         self._vectors: list[_Vectors] = []
@@ -125,8 +125,9 @@ class KeptDocuments:
         return cls(texts, prefix)
 
     async def vectors(self, embedder: Embedder, size: int) -> _Vectors:
-        """size: numbers of the request's vector. Those of other sizes are of an engine that is no
-        more, and are made anew. Raises HttpError, RequestError; what was made by then is kept.
+        """The documents' vectors. size: dimensions of the request's vector. Vectors of another size
+        come from a replaced engine and are computed again. Raises HttpError, RequestError; vectors
+        computed before the error are kept.
         """
         async with self._embedding:
             if self._vectors and self._vectors[0].shape[1] != size:
@@ -143,8 +144,8 @@ class KeptDocuments:
 
 
 async def nearest(query: _Vectors, documents: _Vectors, keep: int) -> list[tuple[int, float]]:
-    """The places of the documents whose vectors are nearest to the one of `query`, and their
-    cosines, the nearest first. Raises HttpError for vectors of another size.
+    """(index, cosine similarity) of the `keep` documents nearest to `query`, the nearest first.
+    Raises HttpError for vectors of different sizes.
     """
     if query.shape[1] != documents.shape[1]:
         raise HttpError(502, "the engines made vectors of different sizes", code="engine_dead")
@@ -155,7 +156,7 @@ async def nearest(query: _Vectors, documents: _Vectors, keep: int) -> list[tuple
 
 
 def documents_in(given: object) -> list[str]:
-    """A request's field `documents`. Raises RequestError."""
+    """Validate a request's field `documents`. Raises RequestError."""
     if not isinstance(given, list) or not 0 < len(given) <= _MOST_DOCUMENTS:
         raise _bad_documents(f"must be a list of 1 to {_MOST_DOCUMENTS} texts")
     for place, text in enumerate(given):
@@ -169,7 +170,7 @@ def _bad_documents(what: str) -> RequestError:
 
 
 def _document(file: Path, at: int, line: str) -> str:
-    """at: the line's number. Raises ConfigError."""
+    """The text of a line of a file. at: the line's number. Raises ConfigError."""
     try:
         value = json.loads(line)
     except ValueError:

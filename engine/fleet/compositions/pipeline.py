@@ -1,7 +1,8 @@
-"""Models one after another: what one stage makes stands in the prompt of the next.
+"""Pipelines: models run one after another, and a stage's output is part of the next one's prompt.
 
-A stage generates, ranks texts by how likely its model finds them, finds those whose vectors are
-nearest to the query's, or asks a reranker for those that fit it. The last one answers the client.
+A stage generates, ranks texts by their likelihood under its model, finds the documents whose
+vectors are nearest to the query's, or asks a reranker for the documents that fit the query. The
+last stage answers the client.
 """
 
 from __future__ import annotations
@@ -51,25 +52,25 @@ from jitney.engine.server import (
     RerankBody,
 )
 
-#: Variables that every template has, and the one of each text that is ranked.
+#: Variables of every template, and the variable for the text that is ranked.
 _GIVEN = ("question", "messages")
 _CANDIDATE = "candidate"
-#: Field of a request with the documents of stages that have none of their own.
+#: Field of a request with the documents for stages that have none in the settings.
 _DOCUMENTS = "documents"
 _MOST_STAGES = 16
 _MOST_CANDIDATES = 256
-#: Seats of a model that does not report them.
+#: Seats assumed for a model that does not report them.
 _UNKNOWN_SEATS = 8
-#: Fields of a request that a stage sets itself, beside the text or texts that it asks about.
+#: Fields of a request that a stage sets itself, beside its input texts.
 _OWN_FIELDS = ("model", "messages", "prompt", "stream", "stream_options", "n", "best_of", "echo")
-#: What each route needs, for a look at the fields that a stage adds.
+#: Body class -> the route's required fields, used to validate the fields that a stage adds.
 _NEEDED: dict[type[ModelBody], JsonDict] = {
     ChatBody: {"messages": [{"role": "user", "content": "x"}]},
     CompletionBody: {"prompt": "x"},
     EmbeddingsBody: {"input": "x", "encoding_format": "base64"},
     RerankBody: rerank_body("x", ["x"], 1),
 }
-#: Fields about the client's prompt, which no engine gets to see.
+#: Fields about the client's prompt, which engines do not receive.
 _PROMPT_FIELDS = (
     "echo",
     "suffix",
@@ -78,7 +79,7 @@ _PROMPT_FIELDS = (
     "continue_final_message",
     "return_token_ids",
 )
-#: What a stage passes on that was given no text: one that is empty.
+#: Output of a stage that gets no texts: one empty text.
 _NONE_FOUND = {"text": "", "texts": [""], "scores": [0.0]}
 _WHY = "its prompt goes through the templates of a pipeline"
 
@@ -113,7 +114,7 @@ _DocumentsOf = Annotated[
 
 
 def _set_of(section: Section, *names: str) -> list[str]:
-    """Those of these fields that are set."""
+    """The names of the fields that are set."""
     return [name for name in names if getattr(section, name) is not None]
 
 
@@ -227,7 +228,7 @@ class _EmbedStage(Section):
 
     @property
     def sources(self) -> list[str]:
-        """Settings that say where its documents are; there may be one, or none."""
+        """Names of the settings that give its documents; at most one may be set."""
         return _set_of(self, "documents", "file", "documents_of")
 
 
@@ -276,7 +277,7 @@ _Stage = _GenerateStage | _RankStage | _EmbedStage | _RerankStage
 
 
 def _part_of(stage: _Stage) -> Part:
-    """As answers, errors and usage call it."""
+    """The stage's name and model, as answers, errors and usage show them."""
     return Part(stage.name, stage.model)
 
 
@@ -298,39 +299,39 @@ class PipelineSettings(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        known: list[str] = []
+        earlier_names: list[str] = []
         for stage in self.stages:
-            if stage.name in (*known, *_GIVEN, _CANDIDATE):
+            if stage.name in (*earlier_names, *_GIVEN, _CANDIDATE):
                 raise ValueError(f"two stages, or a variable, are called {stage.name}")
-            _check_stage(stage, known)
-            known.append(stage.name)
+            _check_stage(stage, earlier_names)
+            earlier_names.append(stage.name)
         _check_last(self.stages[-1])
         return self
 
     @property
     def parts(self) -> list[str]:
-        """Models that it is made of."""
+        """Names of the models that it uses."""
         return list(dict.fromkeys(stage.model for stage in self.stages))
 
     @property
     def scoring(self) -> list[str]:
-        """Those that must score or embed texts, which only engines do."""
+        """Names of the models that must score or embed texts, which only engines do."""
         return [stage.model for stage in self.stages if not isinstance(stage, _GenerateStage)]
 
     @property
     def own_fields(self) -> set[str]:
-        """Fields of a request that its stages read, beside those of the route."""
+        """Fields of a request that its stages read in addition to the route's fields."""
         kinds = (_EmbedStage, _RerankStage)
         searching = [stage for stage in self.stages if isinstance(stage, kinds)]
         return {_DOCUMENTS} if any(not stage.sources for stage in searching) else set()
 
 
 def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
-    """known: names of the stages before. Raises ValueError."""
-    given = [*_GIVEN, *known]
+    """Validate a stage. known: names of the stages before it. Raises ValueError."""
+    variables = [*_GIVEN, *known]
     match stage:
         case _RankStage():
-            given.append(_CANDIDATE)
+            variables.append(_CANDIDATE)
             _check_candidates(stage, known)
         case _EmbedStage():
             _check_documents(stage, known)
@@ -341,7 +342,7 @@ def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
         case _GenerateStage():
             _check_fields(stage, CompletionBody if stage.route == "completions" else ChatBody)
     for name, template in stage.templates.items():
-        _check_template(f"stage {stage.name}: {name}", template, given)
+        _check_template(f"stage {stage.name}: {name}", template, variables)
 
 
 def _check_candidates(stage: _RankStage, known: Sequence[str]) -> None:
@@ -361,7 +362,7 @@ def _check_documents(stage: _EmbedStage | _RerankStage, known: Sequence[str]) ->
 
 
 def _check_template(where: str, template: str, given: Sequence[str]) -> None:
-    """given: the variables that it may ask for. Raises ValueError."""
+    """Validate a template. given: the variables that it may use. Raises ValueError."""
     try:
         unknown = variables_of(template) - set(given)
     except ValueError as error:
@@ -385,7 +386,7 @@ def _check_last(stage: _Stage) -> None:
 def _check_fields(
     stage: _GenerateStage | _EmbedStage | _RerankStage, kind: type[ModelBody]
 ) -> None:
-    """kind: body of the route that the stage's model is asked by. Raises ValueError."""
+    """Validate a stage's `fields`. kind: body class of the stage's route. Raises ValueError."""
     needed = _NEEDED[kind]
     for name in stage.fields:
         if name in _OWN_FIELDS or name in needed:
@@ -401,37 +402,37 @@ def _check_fields(
 @dataclass(slots=True)
 class _Run:
     request: ProxiedRequest
-    #: Of the templates: those given, then what each stage made, by its name.
+    #: Template variables: `_GIVEN`, then each finished stage's output by its name.
     variables: JsonDict
-    #: Of the stages so far.
+    #: Token usage of the finished stages.
     usages: list[JsonDict] = field(default_factory=list)
-    #: What they warn the client of.
+    #: Warnings of the finished stages for the client.
     warnings: list[str] = field(default_factory=list)
 
     def note(self, stage: _Stage, answer: ModelAnswer) -> None:
-        """Write down the usage and the warnings of a stage's answer."""
+        """Record the usage and the warnings of a stage's answer."""
         self.usages += _part_of(stage).usage(answer.usage)
         warnings = answer.headers.get(Notes.WARNINGS)
         if warnings:
             self.warnings.append(f"stage {stage.name}: {warnings}")
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """The headers of the last answer, with the other stages' warnings first."""
+        """The headers of the last answer, with the warnings of all stages."""
         last = headers.get(Notes.WARNINGS)
         warnings = [*self.warnings, last] if last else self.warnings
         return {**headers, Notes.WARNINGS: ", ".join(warnings)} if warnings else dict(headers)
 
 
 class Pipeline:
-    """One model made of stages. models: who answers for those of the stages."""
+    """A composed model that runs stages in order. models: answers for the stages' models."""
 
     def __init__(self, settings: PipelineSettings, models: Answering, folder: Path = Path()):
-        """folder: of the files that stages name. Raises ConfigError for one that cannot be read."""
+        """folder: base of the stages' file paths. Raises ConfigError for an unreadable file."""
         self._stages = settings.stages
         last = settings.stages[-1]
         assert isinstance(last, _GenerateStage)  # checked with the settings
         self._last, self._last_part = last, _part_of(last)
-        #: For `marked`.
+        #: The report that `marked` adds to answers.
         self._told: JsonDict = {"kind": "pipeline", "stage": last.name}
         self._models = models
         templates = {
@@ -441,32 +442,32 @@ class Pipeline:
         }
         self._renderer = StageRenderer(templates)
         self._reads_documents = bool(settings.own_fields)
-        #: By the names of stages that have documents of their own.
+        #: Name of a stage with documents in the settings -> those documents.
         self._kept: dict[str, KeptDocuments] = {}
         for stage in settings.stages:
             if isinstance(stage, _EmbedStage) and (kept := _kept_documents(stage, folder)):
                 self._kept[stage.name] = kept
         stage_models = [stage.model for stage in self._stages]
-        #: For live requests and for lines of batches apart: lines give way at the engines, and
-        #: would hold places of live requests meanwhile.
+        #: Separate limits for live requests and batch lines: lines wait at the engines for live
+        #: requests, and would hold slots that live requests need.
         self._budget = StageBudget(stage_models, settings.max_waiting)
         self._lines_budget = StageBudget(stage_models, settings.max_waiting)
 
     async def start(self) -> None:
-        """Start the processes that render its templates."""
+        """Start the processes that render the templates."""
         await self._renderer.start()
 
     async def close(self) -> None:
-        """End them."""
+        """Stop the processes that render the templates."""
         await self._renderer.close()
 
     async def seats(self) -> int | None:
-        """Requests that it works on at once."""
+        """Requests that the pipeline runs at the same time."""
         await self._look_at_seats()
         return self._budget.limit
 
     async def answer(self, request: ProxiedRequest) -> ModelAnswer:
-        """Raises HttpError, RequestError."""
+        """Run all stages and answer. Raises HttpError, RequestError."""
         async with self._last_request(request) as (last, run):
             with _in_stage(self._last, _passed_on(request)), self._timed(self._last, request):
                 answer = await self._models.answer(last)
@@ -481,14 +482,14 @@ class Pipeline:
             with _in_stage(self._last, _passed_on(request)), self._timed(self._last, request):
                 async with self._models.stream(last) as stream:
                     headers = self._last_part.headers(run.headers(stream.headers))
-                    told, usage = self._told, partial(self._usage, run)
-                    yield ModelStream(self._last_part.chunks(stream, told, usage), headers)
+                    report, usage = self._told, partial(self._usage, run)
+                    yield ModelStream(self._last_part.chunks(stream, report, usage), headers)
 
     @asynccontextmanager
     async def _last_request(
         self, request: ProxiedRequest
     ) -> AsyncIterator[tuple[ProxiedRequest, _Run]]:
-        """The request to the last stage, after the others. Raises HttpError, RequestError."""
+        """Run all stages but the last, and make its request. Raises HttpError, RequestError."""
         variables = _variables_of(request)
         if self._reads_documents:
             documents_in(request.own_fields.get(_DOCUMENTS))
@@ -507,7 +508,7 @@ class Pipeline:
 
     @contextmanager
     def _timed(self, stage: _Stage, request: ProxiedRequest) -> Iterator[None]:
-        """Tell the budget how long a stage's model takes."""
+        """Report the seconds spent in this context to the budget as the stage's time."""
         began = time.monotonic()
         yield
         spent_s = time.monotonic() - began
@@ -557,8 +558,10 @@ class Pipeline:
         """The client's request with the pipeline's prompt."""
         request = run.request
         prompt = await self._prompt(self._last, run.variables, request.is_chat)
-        given = request.fields
-        fields = {name: value for name, value in self._last.fields.items() if name not in given}
+        client_fields = request.fields
+        fields = {
+            name: value for name, value in self._last.fields.items() if name not in client_fields
+        }
         return request.to(self._last.model, **fields, **prompt)
 
     async def _ranked(self, stage: _RankStage, run: _Run) -> JsonDict:
@@ -581,23 +584,23 @@ class Pipeline:
         return _made_of(texts, [(place, scores[place]) for place in order])
 
     async def _found(self, stage: _EmbedStage, run: _Run) -> JsonDict:
-        """The documents nearest to a text, and their cosines."""
+        """The documents nearest to a text, and their cosine similarities."""
         query = await self._render(stage, "query", run.variables)
         seats = self._budget.seats(stage.model)
         embedder = Embedder(self._models, run.request, stage.model, seats, stage.fields)
-        kept = self._kept.get(stage.name)
-        if kept is None:
+        own_documents = self._kept.get(stage.name)
+        if own_documents is None:
             texts = _texts_of_run(stage, run)
             prefixed = [stage.prefix + text for text in texts]
             with self._timed(stage, run.request):
                 vectors = await embedder.vectors([query, *prefixed])
             own, documents = vectors[:1], vectors[1:]
         else:
-            texts = kept.texts
+            texts = own_documents.texts
             with self._timed(stage, run.request):
                 own = await embedder.vectors([query])
-            # Not timed: only the first request has to wait for it.
-            documents = await kept.vectors(embedder.for_people(), own.shape[1])
+            # Not timed: only the first request waits until the documents are embedded.
+            documents = await own_documents.vectors(embedder.for_people(), own.shape[1])
         run.usages += _part_of(stage).usage(embedder.usage)
         return _made_of(texts, await nearest(own, documents, stage.keep))
 
@@ -619,22 +622,22 @@ class Pipeline:
 
 
 def _kept_documents(stage: _EmbedStage, folder: Path) -> KeptDocuments | None:
-    """A stage's own documents; None where it has none. Raises ConfigError."""
+    """A stage's documents from the settings; None without any. Raises ConfigError."""
     if stage.file is not None:
         return KeptDocuments.of_file(folder / Path(stage.file).expanduser(), stage.prefix)
     return KeptDocuments(stage.documents, stage.prefix) if stage.documents else None
 
 
 def _made_of(texts: Sequence[str], best: Sequence[tuple[int, float]]) -> JsonDict:
-    """The result of a stage that sorts texts. best: their places and scores, the best first."""
+    """The output of a stage that sorts texts. best: (index, score) of each, the best first."""
     if not best:
         return dict(_NONE_FOUND)
-    kept = [texts[place] for place, _ in best]
-    return {"text": kept[0], "texts": kept, "scores": [score for _, score in best]}
+    best_texts = [texts[place] for place, _ in best]
+    return {"text": best_texts[0], "texts": best_texts, "scores": [score for _, score in best]}
 
 
 def _texts_of_run(stage: _EmbedStage | _RerankStage, run: _Run) -> list[str]:
-    """Documents of the request, or of an earlier stage: those that say something."""
+    """Documents of the request or of an earlier stage, without empty ones."""
     if stage.documents_of is None:
         return documents_in(run.request.own_fields.get(_DOCUMENTS))
     return [text for text in run.variables[stage.documents_of]["texts"] if text]
@@ -642,7 +645,7 @@ def _texts_of_run(stage: _EmbedStage | _RerankStage, run: _Run) -> list[str]:
 
 @contextmanager
 def _in_stage(stage: _Stage, fields: Collection[str] = ()) -> Iterator[None]:
-    """Name a stage in its errors. fields: as `Part.refusal` has them."""
+    """Add a stage's name to its errors. fields: see `Part.refusal`."""
     try:
         yield
     except (HttpError, RequestError) as error:
@@ -650,12 +653,12 @@ def _in_stage(stage: _Stage, fields: Collection[str] = ()) -> Iterator[None]:
 
 
 def _passed_on(request: ProxiedRequest) -> set[str]:
-    """The fields of a request that the last stage gets as they are."""
+    """Names of the request's fields that the last stage gets unchanged."""
     return set(request.fields) - {"messages", "prompt"}
 
 
 def _variables_of(request: ProxiedRequest) -> JsonDict:
-    """The variables of every template. Raises RequestError for unsupported fields."""
+    """The variables for all templates. Raises RequestError for unsupported fields."""
     refuse_token_ids(request)
     refuse_fields(request, _PROMPT_FIELDS, _WHY)
     body = parsed_body(request)

@@ -1,4 +1,4 @@
-"""Documents in the order in which they fit a query, by a model's own rerank route."""
+"""Sorts documents by how well they fit a query, by a model's own rerank route."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def rerank_body(query: str, documents: Sequence[str], keep: int) -> JsonDict:
 
 
 def best_in(answer: ModelAnswer, count: int, keep: int) -> list[tuple[int, float]]:
-    """The places of the `keep` best of `count` documents in a rerank answer, and their scores, the
-    best first; equal ones in the order of the request. Raises HttpError for an answer that does
-    not rank them.
+    """(index, score) of the `keep` best of `count` documents in a rerank answer, the best first;
+    equal scores in the order of the request. Raises HttpError for an answer that does not rank
+    them.
     """
     try:
         scores = {each["index"]: float(each["relevance_score"]) for each in answer.body["results"]}

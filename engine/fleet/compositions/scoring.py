@@ -1,4 +1,4 @@
-"""How likely a model finds a text, by the mean log-probability of its tokens."""
+"""Scores a text by the mean log-probability of its tokens under a model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jitney.engine.fleet.compositions.answering import Answering, ModelAnswer
 from jitney.engine.fleet.request import ProxiedRequest, Route
 from jitney.engine.server import HttpError
 
-#: Of a text without a token.
+#: Score of a text without tokens.
 _NOTHING = float("-inf")
-#: Fields of a request that decide how its messages read as a prompt.
+#: Fields of a request that affect the prompt made from its messages.
 _TEMPLATE_FIELDS = ("messages", "chat_template_kwargs", "tools", "tool_choice", "cache_salt")
 
 
@@ -31,23 +31,23 @@ def _logprobs_between(answer: ModelAnswer, start: int, end: int) -> list[float]:
 
 
 class TextScorer:
-    """Scores texts on behalf of one request, by a model that reads them as its own."""
+    """Scores texts for one request: the model computes the likelihood of each as its own output."""
 
     def __init__(self, models: Answering, request: ProxiedRequest, scorer: str):
         self._models = models
         self._request = request
         self._scorer = scorer
-        #: Of the scorer's work, all of it.
+        #: Token usage of each request to the scorer.
         self.usages: list[JsonDict] = []
 
     async def score(self, prompt: str, text: str) -> float:
-        """How likely `text` is behind `prompt`. Raises HttpError, RequestError."""
+        """The score of `text` after `prompt`. Raises HttpError, RequestError."""
         body: JsonDict = {"prompt": prompt + text, "echo": True, "logprobs": 0, "max_tokens": 1}
         answer = await self._ask(Route.COMPLETIONS, body)
         return _mean(_logprobs_between(answer, len(prompt), len(prompt + text)))
 
     async def score_answers(self, texts: Sequence[str]) -> list[float]:
-        """How likely each is as the request's answer. Raises HttpError, RequestError."""
+        """The score of each text as the request's answer. Raises HttpError, RequestError."""
         if not self._request.is_chat:
             prompt = self._request.fields["prompt"]
             prompt = prompt if isinstance(prompt, str) else prompt[0]
@@ -56,7 +56,7 @@ class TextScorer:
         return await asyncio.gather(*(self._chat_score(text, before) for text in texts))
 
     async def _chat_score(self, text: str, before: int) -> float:
-        """before: tokens of the prompt without the answer."""
+        """The score of a chat answer. before: number of prompt tokens without the answer."""
         messages = [*self._request.fields["messages"], {"role": "assistant", "content": text}]
         answer = await self._ask_chat(
             {
@@ -69,14 +69,14 @@ class TextScorer:
         entries = answer.body.get("prompt_logprobs") or answer.choices[0].get("prompt_logprobs")
         if entries is None:
             raise HttpError(502, "the engine scores no prompts", code="engine_dead")
-        # The prompt's own token comes first.
+        # The first entry is the token of the prompt itself.
         own = [next(iter(entry.values())) for entry in entries[before:] if entry]
         return _mean([each["logprob"] for each in own])
 
     async def _ask_chat(self, fields: JsonDict) -> ModelAnswer:
         body = self._request.fields
-        kept = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
-        return await self._ask(Route.CHAT, kept | {"max_tokens": 1} | fields)
+        template_fields = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
+        return await self._ask(Route.CHAT, template_fields | {"max_tokens": 1} | fields)
 
     async def _ask(self, route: Route, body: JsonDict) -> ModelAnswer:
         answer = await self._models.answer(self._request.about(self._scorer, route, body))

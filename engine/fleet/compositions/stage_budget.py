@@ -1,4 +1,4 @@
-"""The limit of requests that a pipeline works on at once."""
+"""The limit of requests that a pipeline runs at the same time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import asynccontextmanager
 
 from jitney.engine.common.errors import RequestError
 
-#: Share of the newest time in a stage's mean.
+#: Weight of the newest time in a moving average.
 _NEW_SHARE = 0.1
-#: Seconds until a retry, where no request has been timed yet.
+#: Seconds until a retry, used before a request has been timed.
 _RETRY_S = 1.0
 
 
 def _in_flight(seats: Mapping[str, int], seconds: Mapping[str, float]) -> int:
-    """Requests that keep all seats of the slowest model busy while others are at the other models
-    (Little's law): its seats, times the time of all over its own. The slowest is the one that the
-    fewest requests a second get through.
+    """Requests in the pipeline that keep all seats of the slowest model busy (Little's law): that
+    model's seats, times the seconds in all models divided by the seconds in it. The slowest model
+    is the one that completes the fewest requests a second.
 
-    seats, seconds: of each model; seconds: of one request, 0 where none was timed.
+    seats: of each model. seconds: of one request at each model; 0 before a request was timed.
     """
     if not all(seconds.values()):
         return min(seats.values())
@@ -31,49 +31,49 @@ def _in_flight(seats: Mapping[str, int], seconds: Mapping[str, float]) -> int:
 
 
 class StageBudget:
-    """The one limit over all stages of a pipeline. Those beyond it wait in the order in which they
-    came; more than `max_waiting` are refused.
+    """One limit of open requests over all stages of a pipeline. Requests beyond it wait first in,
+    first out; if `max_waiting` are waiting, a new one is refused.
     """
 
     def __init__(self, models: Sequence[str], max_waiting: int):
-        """models: of the stages, in their order; one may stand twice."""
+        """models: the model of each stage, in order; a model may occur twice."""
         self._models = list(models)
         self._max_waiting = max_waiting
-        #: Seats of each model, and mean seconds that a request spends in each stage.
+        #: Seats of each model; moving average of a request's seconds in each stage.
         self._seats = dict.fromkeys(models, 1)
         self._stage_s = [0.0] * len(self._models)
-        #: Mean seconds of a whole request.
+        #: Moving average of a request's seconds in all stages.
         self._request_s = 0.0
-        #: Requests that are worked on.
+        #: Requests that run now.
         self.open = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def set_seats(self, model: str, seats: int) -> None:
-        """Requests that a model computes at once, at least 1."""
+        """Set the requests that a model runs at the same time, at least 1."""
         self._seats[model] = seats
         self._let_in()
 
     @property
     def limit(self) -> int:
-        """Requests that may be worked on now."""
+        """Most requests that may run now."""
         seconds = dict.fromkeys(self._seats, 0.0)
         for model, stage_s in zip(self._models, self._stage_s, strict=True):
             seconds[model] += stage_s
         return _in_flight(self._seats, seconds)
 
     def spent(self, stage: int, seconds: float) -> None:
-        """A request has spent this time in a stage, counted from 0."""
+        """Record the seconds of a request in a stage. stage: index, from 0."""
         self._stage_s[stage] = _mean(self._stage_s[stage], seconds)
         self._let_in()
 
     def seats(self, model: str) -> int:
-        """As they were set."""
+        """The seats of a model, from `set_seats`."""
         return self._seats[model]
 
     @asynccontextmanager
     async def place(self, deadline: float | None) -> AsyncIterator[None]:
-        """For one request. deadline: time.monotonic() until which it may wait; None: for ever.
-        Raises RequestError (queue_full, deadline_exceeded).
+        """Context in which one request runs. deadline: time.monotonic() until which it may wait;
+        None: no limit. Raises RequestError (queue_full, deadline_exceeded).
         """
         try:
             async with asyncio.timeout(deadline and deadline - time.monotonic()):
@@ -103,7 +103,7 @@ class StageBudget:
             raise
 
     def _leave(self, waiter: asyncio.Future[None]) -> None:
-        """Wait no longer; a place that was given already goes to the next."""
+        """Stop waiting. If the waiter was admitted already, the next one is admitted instead."""
         if waiter in self._waiting:
             self._waiting.remove(waiter)
         elif not waiter.cancelled():
@@ -111,7 +111,7 @@ class StageBudget:
             self._let_in()
 
     def _let_in(self) -> None:
-        """Give out the places that are free."""
+        """Admit waiting requests up to the limit."""
         while self._waiting and self.open < self.limit:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -128,5 +128,5 @@ class StageBudget:
 
 
 def _mean(mean: float, value: float) -> float:
-    """Moving; the first value is the first mean."""
+    """Exponential moving average; the first value is the first mean."""
     return value if mean == 0.0 else mean + _NEW_SHARE * (value - mean)

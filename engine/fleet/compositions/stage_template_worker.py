@@ -1,7 +1,7 @@
 """Worker process that renders templates of a pipeline's stages: `python -P -m
 jitney.engine.fleet.compositions.stage_template_worker`.
 
-The templates are the operator's, their variables a client's. The first message is a
+The operator writes the templates; clients send the values of the variables. The first message is a
 `StageTemplates`; each following `StageText` is answered by a `Rendered`.
 """
 
@@ -34,7 +34,7 @@ class StageText(msgspec.Struct, frozen=True):
     #: Name of the template.
     name: str
     variables: JsonDict
-    #: Longer texts are an error.
+    #: Most characters of the text; a longer one is an error.
     most_chars: int
     #: Seconds after which the process ends itself.
     limit_s: float
@@ -51,7 +51,7 @@ def variables_of(template: str) -> set[str]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """A sandbox without access to the machine, where missing variables are errors."""
+    """A sandbox without access to the machine. Missing variables are errors."""
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 

@@ -1,4 +1,4 @@
-"""The prompts of a pipeline's stages, rendered by processes that can be ended
+"""Renders the prompts of a pipeline's stages in worker processes, which can be killed
 (`engine.fleet.compositions.stage_template_worker`).
 """
 
@@ -13,7 +13,7 @@ from jitney.engine.fleet.compositions.stage_template_worker import StageTemplate
 from jitney.engine.server import HttpError
 
 _MODULE = "jitney.engine.fleet.compositions.stage_template_worker"
-#: Longest that a template may take, and most characters of what it makes.
+#: Most seconds that a template may take; most characters of its text.
 _TIMEOUT_S = 2.0
 _MOST_CHARS = 1 << 20
 
@@ -28,18 +28,18 @@ class StageRenderer:
         self._workers = WorkerPool(work, _MODULE, setup, Rendered, timeout_s)
 
     async def start(self) -> None:
-        """Start the processes, so that the first request need not wait."""
+        """Start the processes, so that the first request does not wait for them."""
         await self._workers.start()
 
     async def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Stop the processes, even busy ones."""
         await self._workers.close()
 
     async def render(self, name: str, variables: JsonDict) -> str:
-        """The text that a template makes. Raises HttpError, 400, if it makes none; RequestError."""
-        wanted = StageText(name, variables, _MOST_CHARS, 2 * self._timeout_s)
+        """The text of a template. Raises HttpError, 400, if it cannot be rendered; RequestError."""
+        stage_text = StageText(name, variables, _MOST_CHARS, 2 * self._timeout_s)
         try:
-            rendered = await self._workers.ask(wanted)
+            rendered = await self._workers.ask(stage_text)
         except TimeoutError:
             raise HttpError(400, f"its template took longer than {self._timeout_s:g} s") from None
         except EOFError:
