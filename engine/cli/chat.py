@@ -22,7 +22,7 @@ _CLEAR = ("/clear", "/new")
 _EXIT = ("/exit", "/quit")
 _RETRY = "/retry"
 _COMMANDS = ("/help", _RETRY, *_CLEAR, *_EXIT)
-#: At the end of a line: the message goes on in the next one.
+#: At the end of a line: the message continues in the next line.
 _GOES_ON = "\\"
 _HELP = (
     "/help shows this; /retry asks for another answer; /clear starts a new conversation; /exit, an "
@@ -32,8 +32,8 @@ _HELP = (
 _SYSTEM = Flag.of("--system", "system message of the conversation", "", metavar="TEXT")
 _URL = Flag.of("--url", "talk to this running server; no model is loaded here", "", metavar="URL")
 
-#: The answer to a conversation's messages, in pieces. Raises RequestError for one that is refused.
-#: The sequence ends when the generator is closed.
+#: Function from a conversation's messages to the answer in pieces. It raises RequestError if the
+#: request is refused. Closing the generator aborts the request.
 type _Answers = Callable[[list[dict[str, str]]], Generator[str, None, None]]
 _COMMAND = Command(
     "chat",

@@ -90,8 +90,8 @@ class Figures:
     mixed_share: float = _NAN
     gap_share: float = _NAN
     mask_share: float = _NAN
-    #: Prompt rows of prompt and decode rows; padding and recomputed rows of all. Padding is NaN if
-    #: it costs almost nothing.
+    #: Shares of rows: prompt rows among prompt and decode rows; padding and recomputed rows among
+    #: all rows. Padding is NaN if it costs almost nothing.
     prompt_share: float = _NAN
     padding_share: float = _NAN
     recomputed_share: float = _NAN

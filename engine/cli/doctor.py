@@ -276,7 +276,7 @@ def _tiny_model(config: Config) -> Config:
     return config.model_copy(update={"model": model, "engine": engine})
 
 
-#: Without adapters, which would not fit.
+#: Settings of the tiny model; adapters are removed, since their shapes would not fit.
 _TINY_MODEL = {"id": "tiny-random", "revision": "", "context": 0, "adapters": ()}
 _ONE_HOST = {
     "expert_parallel": 1,

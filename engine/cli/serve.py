@@ -202,7 +202,7 @@ class _Server:
         self.bound = bound
         self.url = base_url(config.server, bound.getsockname()[1])
         self.display = display
-        #: Time this machine's steps while serving, to choose the sizes of the next start.
+        #: Whether to time this machine's steps while serving, to choose sizes for the next start.
         self.times_steps = times_steps
         #: The engine's process.
         self.client = ProcessClient(config, on_progress=display.progress)
@@ -230,7 +230,7 @@ class _Server:
         )
         #: Numbers of the signals to act on.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
-        #: A signal has come; the drain was begun by another engine that shares the experts.
+        #: A signal was received; another engine that shares the experts has begun the drain.
         self._signalled = self._ends_with_others = False
 
     def _make_recorder(self, file: str) -> Recorder | None:

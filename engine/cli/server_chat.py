@@ -12,14 +12,14 @@ import httpx
 from jitney.engine.cli.asking import ask
 from jitney.engine.common.errors import ConfigError, RequestError, did_you_mean
 
-#: Seconds to connect; without a word on a stream, which sends a comment now and then.
+#: Connect timeout, seconds; read timeout of a stream, which sends keep-alives, seconds.
 _CONNECT_S, _SILENCE_S = 5.0, 60.0
 _REFUSALS = {404: "there are no models; is this a server with OpenAI's API?"}
 _DONE = "[DONE]"
 
 
 class ServerChat:
-    """One model of one server. fields: of each request, beside its messages."""
+    """Chats with one model of a server. fields: fields of each request except its messages."""
 
     def __init__(self, url: str, key: str, fields: Mapping[str, Any]):
         self._url = url.rstrip("/") + "/v1/chat/completions"

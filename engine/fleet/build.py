@@ -1,4 +1,4 @@
-"""A fleet from its fleet.toml: the models, the client that asks engines, and the watch on them."""
+"""Builds a fleet from its fleet.toml: models, the HTTP client, and the polling of engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jitney.engine.fleet.upstream import upstream_client
 _log = logging.getLogger("jitney.fleet")
 
 _HTTP_PORT = 80
-#: Seconds between two looks at a name's addresses: Kubernetes lets resolvers keep them as long.
+#: Seconds between two lookups of a DNS name: Kubernetes lets resolvers cache addresses as long.
 _LOOK_S = 5.0
 
 
@@ -47,21 +47,21 @@ class FleetParts:
     client: httpx.AsyncClient
     metrics: FleetMetrics
     watch: Watch
-    #: The key that engines of `urls` are asked with; empty: the client's.
+    #: API key for engines of `urls`; empty: the client's key is passed on.
     key: str
-    #: Those that are made of others.
+    #: The composed models.
     composed: ComposedModels
-    #: All models, as they are made: those of one kind may ask those of another.
+    #: All models by name; filled while they are built, since composed models call others.
     models: dict[str, FleetModel] = field(default_factory=dict)
-    #: Engines that answer alike, by their names in `FleetConfig.arms`.
+    #: Groups of interchangeable engines by their names in `FleetConfig.arms`.
     arms: dict[str, ReplicatedModel] = field(default_factory=dict)
-    #: What looks at the candidates of models that have one.
+    #: One keeper per model with a candidate.
     rollouts: list[RolloutKeeper] = field(default_factory=list)
-    #: What looks for engines behind names.
+    #: Models whose engines are looked up by DNS names.
     found: list[_FoundEngines] = field(default_factory=list)
 
     def use_key(self, key: str) -> None:
-        """Ask engines of `urls` with this key from now on."""
+        """Send this key to engines of `urls` from now on."""
         for model in self.arms.values():
             for replica in model.replicas:
                 if replica.key == self.key:
@@ -89,15 +89,17 @@ def _replicated(
         timeout_s=other.timeout_s,
     )
     folder = parts.config.fleet.state_dir
-    kept = parts.config.path(folder) if folder else None
-    parts.rollouts.append(RolloutKeeper(model, parts.client, kept))
+    state_dir = parts.config.path(folder) if folder else None
+    parts.rollouts.append(RolloutKeeper(model, parts.client, state_dir))
     return model
 
 
 def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> ReplicatedModel:
-    """Engines that are started here are added when they start. arm: what they are called."""
+    """A model with its engines of `urls`; engines that are started here are added when they start.
+    arm: name of the group of engines.
+    """
     fleet, looked_for = parts.config.fleet, section.found_urls
-    given = [Replica.at(url, parts.key) for url in section.urls if url not in looked_for]
+    replicas = [Replica.at(url, parts.key) for url in section.urls if url not in looked_for]
     model = ReplicatedModel(
         name=name,
         section=section,
@@ -105,22 +107,22 @@ def _arm(parts: FleetParts, name: str, section: ReplicasSection, arm: str) -> Re
         metrics=parts.metrics,
         retries=RetryPolicy(fleet.attempts, fleet.resume_wait_s),
         repeat_streams=fleet.repeat_streams,
-        engines=ReplicaSet(given, section.router, section.brake),
+        engines=ReplicaSet(replicas, section.router, section.brake),
     )
     parts.watch.begin(model.replicas)
     if looked_for:
-        names = frozenset(replica.name for replica in given)
+        names = frozenset(replica.name for replica in replicas)
         parts.found.append(_FoundEngines(model, parts.watch, looked_for, parts.key, names))
     parts.arms[arm] = model
     return model
 
 
 def _composed(parts: FleetParts, name: str, section: Section) -> NamedComposition:
-    """Its parts are asked by their names."""
+    """A composed model, which calls its parts by name."""
     return NamedComposition(name, parts.composed, parts.models, parts.metrics)
 
 
-#: How the model of each section of `config._KINDS` is made.
+#: Class of section in `config._KINDS` -> function that builds its model.
 _MAKERS: dict[type[Section], _Maker] = {
     ReplicasSection: _replicated,
     **dict.fromkeys(COMPOSED_KINDS.values(), _composed),
@@ -131,9 +133,9 @@ _MAKERS: dict[type[Section], _Maker] = {
 async def open_fleet(
     config: FleetConfig, key: str = "", transport: httpx.AsyncBaseTransport | None = None
 ) -> AsyncIterator[tuple[Fleet, FleetParts]]:
-    """The fleet, its engines of `urls` watched until the context is left.
+    """A fleet whose engines of `urls` are polled until the context is left.
 
-    key: that engines are asked with in place of the client's. transport: of a test.
+    key: sent to engines instead of the client's key. transport: only passed by tests.
     """
     models: dict[str, FleetModel] = {}
     keepers: list[RolloutKeeper] = []
@@ -176,7 +178,7 @@ async def open_fleet(
 async def _compositions(
     config: FleetConfig, models: Mapping[str, FleetModel]
 ) -> AsyncIterator[ComposedModels]:
-    """The models that are made of others. models: all, as they are made."""
+    """The composed models, started. models: all models; filled while they are built."""
     composed = ComposedModels(config.models, FleetEngines(models), config.file.parent)
     try:
         await composed.start()
@@ -187,22 +189,22 @@ async def _compositions(
 
 @dataclass(slots=True)
 class _FoundEngines:
-    """Engines of one model that are found while the fleet runs: every address of a name is one,
-    such as those of the pods behind a headless service of Kubernetes.
+    """Looks up engines of one model while the fleet runs: every address of a DNS name is one, such
+    as the pods behind a headless service of Kubernetes.
     """
 
     model: ReplicatedModel
     watch: Watch
-    #: Each dns+http://NAME:PORT.
+    #: URLs of the form dns+http://NAME:PORT.
     urls: tuple[str, ...]
-    #: That engines are asked with.
+    #: API key that is sent to the engines.
     key: str
     #: Names of the model's other engines.
     given: frozenset[str]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look for them until the context is left."""
+        """Look up engines regularly until the context is left."""
         task = asyncio.create_task(self._look_regularly())
         try:
             yield
@@ -216,22 +218,22 @@ class _FoundEngines:
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
-        """Look once. If a name cannot be resolved, all engines stay."""
-        known: dict[str, str] = {}
+        """Look up engines once. If a name cannot be resolved, all engines stay."""
+        url_by_name: dict[str, str] = {}
         for url in self.urls:
             parts = urlsplit(url)
             try:
-                found = await _addresses(parts.hostname or "", parts.port or _HTTP_PORT)
+                addresses = await _addresses(parts.hostname or "", parts.port or _HTTP_PORT)
             except OSError as error:
                 _log.warning("%s: its engines are not found: %s", url, error)
                 return
-            known |= {address: f"http://{address}" for address in found}
-        await self.model.meet(self.watch, known, self.key, self.given)
+            url_by_name |= {address: f"http://{address}" for address in addresses}
+        await self.model.meet(self.watch, url_by_name, self.key, self.given)
 
 
 async def _addresses(name: str, port: int) -> list[str]:
-    """All that a name has now, each as HOST:PORT. Raises OSError where it has none."""
+    """All addresses of a DNS name as HOST:PORT. Raises OSError if it has none."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    hosts = {str(address[0]) for *_, address in found}
+    infos = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    hosts = {str(address[0]) for *_, address in infos}
     return [str(HostAddress(host, port)) for host in sorted(hosts)]

@@ -1,4 +1,4 @@
-"""`jitney fleet serve`: the endpoint of a fleet in this process, its engines in their own."""
+"""`jitney fleet serve`: runs the endpoint of a fleet in this process, and engines in their own."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney")
 
-#: Seconds that answers get to leave after the drain.
+#: Seconds for sending the last answers after the drain.
 _FAREWELL_S = 3.0
-#: Where the page of all engines is.
+#: Path of the page of all engines.
 _PAGE = "/dashboard"
-#: The fleet's file as it is now. Raises ConfigError.
+#: Reads the fleet's file again. Raises ConfigError.
 type _Read = Callable[[], FleetConfig]
 _COMMAND = Command(
     "fleet serve",
@@ -69,14 +69,14 @@ _COMMAND = Command(
 
 
 def fleet_serve(arguments: Sequence[str]) -> int:
-    """Serve until told to stop. Exit status: 0 after a drain in which all requests finished, 128 +
-    its number after a second signal, else 1.
+    """Serve until a signal. Exit status: 0 if all requests finished in the drain, 128 + signal
+    number after a second signal, else 1.
     """
     from jitney.engine.fleet.config import FleetConfig
 
     args = _COMMAND.parse(arguments)
-    given = {name: getattr(args, name) for name in ("host", "port")}
-    flags = {name: value for name, value in given.items() if value is not None}
+    flag_values = {name: getattr(args, name) for name in ("host", "port")}
+    flags = {name: value for name, value in flag_values.items() if value is not None}
     read = partial(FleetConfig.read, args.file, os.environ, flags)
     config = read()
     check_tls(config.server)
@@ -89,12 +89,12 @@ def fleet_serve(arguments: Sequence[str]) -> int:
 
 
 def _own(environ: Mapping[str, str]) -> dict[str, str]:
-    """Our variables of an environment: Ray's actors have another one."""
+    """Jitney's variables of an environment, since Ray's actors have a different environment."""
     return {name: value for name, value in environ.items() if name.startswith("JITNEY_")}
 
 
 def _start_on_ray(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
-    """Raises ConfigError where Ray is not installed."""
+    """Serve under Ray Serve. Raises ConfigError if Ray is not installed."""
     try:
         from jitney.engine.fleet.launchers.ray_app import is_one_machine, run_on_ray
     except ModuleNotFoundError as error:
@@ -109,14 +109,14 @@ def _start_on_ray(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
 
 
 def _application(config: FleetConfig, keys: AcceptedKeys, read: _Read, host: str) -> Application:
-    """read: works on every node that has the fleet's files. host: where engines listen; empty: at
-    their node's address.
+    """The Ray Serve application. read: works on every node with the fleet's files. host: address on
+    which engines listen; empty: their node's address.
     """
     from jitney.engine.fleet.launchers.ray_app import build_application
     from jitney.engine.fleet.reread import engine_key
     from jitney.engine.server import limits
 
-    # There may be several ingresses, on any node: none of them keeps files, batches or jobs.
+    # There may be several ingresses, on any node: they do not store files, batches or jobs.
     own = replace(limits(Config(server=config.server), keys), data_dir=None)
     settings = own.with_page(_PAGE)
     return build_application(
@@ -125,7 +125,7 @@ def _application(config: FleetConfig, keys: AcceptedKeys, read: _Read, host: str
 
 
 def ray_application(args: dict[str, str]) -> Application:
-    """The application that `import_path` names in a file of Ray Serve, such as a RayService's: the
+    """The application for `import_path` in a configuration of Ray Serve, such as a RayService: the
     fleet of args["file"], a fleet.toml on every node. Keys come from the environment. Raises
     ConfigError.
     """
@@ -160,7 +160,7 @@ async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket, 
 
 
 def _ignore() -> None:
-    """The log says it."""
+    """Do nothing: the log has the message."""
 
 
 class _Serving:
@@ -195,7 +195,7 @@ class _Serving:
             tls=lambda: self.web.config.ssl,
             on_taken=lambda _, keys: engines.accept(keys.admins),
         )
-        #: Numbers of the signals that came.
+        #: Numbers of received signals.
         self.signals: asyncio.Queue[int] = asyncio.Queue()
 
     def _web_server(self, accepted: ApiKeys, connections: Connections) -> uvicorn.Server:
@@ -210,8 +210,8 @@ class _Serving:
         return web_server(Config(server=self.config.server), settings, app, connections)
 
     async def _take_adapters(self, fresh: FleetConfig) -> AdapterNews:
-        """Have the engines that are started here serve those that are configured now, and give
-        requests for an adapter to the engines that hold it.
+        """Make engines that are started here serve the configured adapters, and route requests for
+        an adapter to the engines that hold it.
         """
         from jitney.engine.server import AdapterNews
 
@@ -253,7 +253,7 @@ class _Serving:
             await self._close(web)
 
     async def _work(self) -> None:
-        """Start everything, say so, and keep the engines running."""
+        """Start the engines, print the addresses, and keep the engines running."""
         await self.engines.start()
         url = base_url(self.config.server, self.bound.getsockname()[1])
         print(f"Jitney's fleet serves {', '.join(self.fleet.models)}", flush=True)

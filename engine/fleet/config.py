@@ -1,5 +1,5 @@
-"""fleet.toml: which models a fleet serves, and by which engines. Every error is one line that names
-the file, the field and what is accepted there.
+"""Reads fleet.toml: the models of a fleet and their engines. Every error is one line that names the
+file, the field and the accepted values.
 
     [fleet]
     port = 8000
@@ -45,7 +45,7 @@ from jitney.engine.fleet.launchers.engine_process import (
 )
 from jitney.engine.fleet.sections import FleetSection, ReplicasSection
 
-#: Fields of [fleet] that are those of a server's [server]: there they are described.
+#: Fields of [fleet] that are the same as in [server] of one engine, and are documented there.
 _AS_OF_A_SERVER = (
     "host",
     "port",
@@ -80,41 +80,41 @@ _AS_OF_A_SERVER = (
     "webhook_secret_file",
     "key_jobs",
 )
-#: Of these, what the environment may give.
+#: The fields that environment variables may set.
 _KEYS = ("api_keys", "admin_keys")
 _MEASURED = "measured_sizes"
-#: What stands behind a model's name in that of its candidate's engines.
+#: Suffix of a model's name in the name of its candidate's engines.
 _OF_CANDIDATE = ".candidate"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
-#: What a model can be, by its `kind`. A new kind is a section, its line here and its line in
+#: `kind` of a model -> class of its section. A new kind needs a section, a line here and a line in
 #: `engine.fleet.build`.
 _KINDS: dict[str, type[Section]] = {"replicas": ReplicasSection, **COMPOSED_KINDS}
 
 
 class _FleetArm(NamedTuple):
-    """Engines that answer alike: a model's own, or its candidate's."""
+    """Interchangeable engines: a model's own, or its candidate's."""
 
-    #: What requests call the model.
+    #: The model's name in requests.
     model: str
     section: ReplicasSection
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """A fleet.toml that has been read."""
+    """The contents of a fleet.toml."""
 
-    #: Paths in it are relative to its folder.
+    #: The file; paths in it are relative to its folder.
     file: Path
-    #: The endpoint, as that of one engine.
+    #: Settings of the endpoint, as for one engine.
     server: ServerSection
     fleet: FleetSection
-    #: By the names that requests call them; each is one of `_KINDS`.
+    #: The model's name in requests -> its section, one of `_KINDS`.
     models: Mapping[str, Section]
     #: Names of adapters -> the model whose engines hold them.
     adapters: Mapping[str, str] = MappingProxyType({})
 
     def path(self, name: str) -> Path:
-        """A file that it names."""
+        """The path of a file that fleet.toml names."""
         return self.file.parent / Path(name).expanduser()
 
     @classmethod
@@ -126,8 +126,8 @@ class FleetConfig:
     ) -> FleetConfig:
         """Read a fleet.toml.
 
-        environ: may hold JITNEY_API_KEYS and JITNEY_ADMIN_KEYS. flags: fields of [fleet] that stand
-        above the file. Raises ConfigError.
+        environ: may hold JITNEY_API_KEYS and JITNEY_ADMIN_KEYS. flags: fields of [fleet] that
+        override the file. Raises ConfigError.
         """
         tables = read_toml(file)
         for name, table in tables.items():
@@ -151,18 +151,18 @@ class FleetConfig:
 
     @property
     def arms(self) -> dict[str, _FleetArm]:
-        """Groups of engines that answer alike, by name; `.candidate` marks a candidate's."""
-        found: dict[str, _FleetArm] = {}
+        """Groups of interchangeable engines by name; a candidate's name ends in `.candidate`."""
+        arms: dict[str, _FleetArm] = {}
         for name, section in self.models.items():
             if not isinstance(section, ReplicasSection):
                 continue
-            found[name] = _FleetArm(name, section)
+            arms[name] = _FleetArm(name, section)
             if section.candidate is not None:
-                found[_candidate_arm(name)] = _FleetArm(name, section.candidate)
-        return found
+                arms[_candidate_arm(name)] = _FleetArm(name, section.candidate)
+        return arms
 
     def arms_of(self, model: str) -> list[str]:
-        """Names of a model's arms: its own, then that of its candidate if it has one."""
+        """Names of a model's arms: its own, then its candidate's if it has one."""
         return [name for name, arm in self.arms.items() if arm.model == model]
 
     def engine_arguments(
@@ -175,8 +175,8 @@ class FleetConfig:
         host: str = LOCALHOST,
         place: ReplicaHost | None = None,
     ) -> list[str]:
-        """Arguments of `jitney serve` for the n-th process of a model. name: the engine's own.
-        place: where it is one of several hosts.
+        """Arguments of `jitney serve` for the n-th process of a model. name: the engine's name.
+        place: the process's host of a replica on several hosts.
         """
         words = ["serve"]
         if section.config:
@@ -184,26 +184,26 @@ class FleetConfig:
         for setting, value in section.settings.items():
             words += _flag(setting, value)
         if not self._says_who_sizes(section):
-            # Engines that start beside each other would time each other's steps.
+            # Engines that start at the same time would disturb each other's measurements.
             words += _flag(_MEASURED, value=False)
         if section.devices:
             words += ["--device", section.devices[number]]
         if place is not None:
             words += ["--coordinator", place.coordinator, "--host-id", str(place.host_id)]
-        # Though a fleet sends an engine no files: two may not share a folder.
+        # A fleet sends an engine no files, but two engines must not share a folder.
         words += ["--data-dir", str(cache_dir() / "fleet" / quote(name, safe=""))]
         words += ["--host", host, "--port", str(port), "--served-model-name", model]
         return [*words, "--drain-s", str(self.server.drain_s), "--insecure"]
 
     def _says_who_sizes(self, section: ReplicasSection) -> bool:
-        """Whether it is given that engines of this model measure, or that they do not."""
+        """Whether the settings say if engines of this model measure their step times."""
         file = self.path(section.config) if section.config else None
-        given = ResolvedConfig.load(file, flags=section.checked_settings).origins
-        return _MEASURED in given or settings()[_MEASURED].env in os.environ
+        origins = ResolvedConfig.load(file, flags=section.checked_settings).origins
+        return _MEASURED in origins or settings()[_MEASURED].env in os.environ
 
     @property
     def data_dir(self) -> Path:
-        """Where files, batches and jobs are kept: one fleet's alone, and no engine's."""
+        """The folder for files, batches and jobs; not shared with another fleet or an engine."""
         if self.server.data_dir:
             return self.path(self.server.data_dir)
         return cache_dir() / "fleet-data"
@@ -225,7 +225,7 @@ def _candidate_arm(model: str) -> str:
 
 def _adapters(file: str | Path, models: Mapping[str, Section]) -> dict[str, str]:
     """See `FleetConfig.adapters`."""
-    found: dict[str, str] = {}
+    adapters: dict[str, str] = {}
     for name, section in models.items():
         if not isinstance(section, ReplicasSection):
             continue
@@ -233,10 +233,10 @@ def _adapters(file: str | Path, models: Mapping[str, Section]) -> dict[str, str]
         if section.replicas:
             own = engine_config(file, name, section).model.adapter_folders
         for adapter in own:
-            if adapter in models or adapter in found:
+            if adapter in models or adapter in adapters:
                 raise ConfigError(f"{file}: [models.{name}] adapters: two are called {adapter!r}")
-            found[adapter] = name
-    return found
+            adapters[adapter] = name
+    return adapters
 
 
 def _keys_of(environ: JsonObject) -> JsonDict:
@@ -261,14 +261,14 @@ def _models(file: str | Path, tables: JsonDict) -> dict[str, Section]:
 
 
 def _check_candidates(file: str | Path, models: Mapping[str, Section]) -> None:
-    """Their engines are called as no model is. Raises ConfigError."""
+    """Check that no model has the name of a candidate's engines. Raises ConfigError."""
     for name, section in models.items():
         if not isinstance(section, ReplicasSection) or section.candidate is None:
             continue
-        taken = _candidate_arm(name)
-        if taken in models:
+        arm = _candidate_arm(name)
+        if arm in models:
             raise ConfigError(
-                f"{file}: [models.{taken}]: engines of the candidate of {name!r} are called so; "
+                f"{file}: [models.{arm}]: engines of the candidate of {name!r} are called so; "
                 "give this model another name"
             )
 
@@ -302,7 +302,7 @@ def _check_settings(file: str | Path, name: str, section: ReplicasSection) -> No
 def _checked[S: Section](
     file: str | Path, where: str, kind: type[S], fields: JsonDict, names: list[str]
 ) -> S:
-    """One table. names: the fields that it may have, for who misspells one. Raises ConfigError."""
+    """Validate a table. names: its fields, to suggest one for a typo. Raises ConfigError."""
     for name in fields:
         if name not in names:
             raise ConfigError(f"{file}: [{where}] {unknown_word(name, names)}")

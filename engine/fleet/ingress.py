@@ -1,4 +1,4 @@
-"""The endpoint of a fleet: it speaks the engine's API, and passes every request on to a model."""
+"""The endpoint of a fleet: it has the engine's API, and forwards every request to a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from jitney.engine.server import (
     without_tag,
 )
 
-#: SageMaker's route to completions and chats.
+#: SageMaker's route for completions and chats.
 _INVOCATIONS = "/invocations"
 #: Routes of an engine whose body names the model.
 _TO_MODELS = frozenset(
@@ -67,11 +67,11 @@ _TO_MODELS = frozenset(
         "/score",
     }
 )
-#: The same of Ollama's, whose clients may add a tag to the model's name.
+#: Ollama's routes whose body names the model; clients may add a tag to the name.
 _TO_TAGGED_MODELS = frozenset(
     {"/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"}
 )
-#: How paths of those begin that are about one answer, which one engine keeps.
+#: Prefix of paths about one stored answer, which only one engine has.
 _TO_KEEPERS = "/v1/responses/"
 
 
@@ -83,7 +83,7 @@ class ReplicaList(ResponseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """Sends a client the answer of the request's model; an ASGI application."""
+    """ASGI application that sends a client the answer of the request's model."""
 
     fleet: Fleet
     request: ProxiedRequest
@@ -95,7 +95,9 @@ class _Sending:
                 await self._send(account.watched(answer), context, send)
 
     async def _send(self, answer: ProxiedAnswer, context: Context, send: Send) -> None:
-        """The status goes with the first byte, so that what fails before is a status too."""
+        """Send the answer. The status is sent with the first byte, so that an earlier failure can
+        still set the status.
+        """
         body = aiter(answer.body)
         first = await anext(body, b"")
         if not context.background:
@@ -116,9 +118,9 @@ class _Sending:
     async def _send_stream(
         self, body: AsyncIterator[bytes], context: Context, parts: StreamingWriter
     ) -> None:
-        """The rest of a stream, to its end or to the error that `Context.end` is called with."""
+        """Send the rest of a stream, up to its end or to the error passed to `Context.end`."""
         task = asyncio.current_task()
-        assert task is not None  # a coroutine runs in one
+        assert task is not None  # a coroutine always runs in a task
         early: list[Exception] = []
 
         def end(error: Exception) -> None:
@@ -139,13 +141,13 @@ class _Sending:
 
 
 async def _to_model(fleet: Fleet, request: Request) -> ASGIApp:
-    """Pass a request on to the model that its body names."""
+    """Forward a request to the model that its body names."""
     fields = await fleet.slices.result(read_object(await request.body()))
     return await _sending(fleet, request, fields, fleet.model_name(fields.get("model")))
 
 
 async def _to_tagged_model(fleet: Fleet, request: Request) -> ASGIApp:
-    """As `_to_model`, for bodies in Ollama's form."""
+    """Like `_to_model`, for bodies in Ollama's form."""
     fields = await fleet.slices.result(read_object(await request.body()))
     name = fields.get("model") or fields.get("name")
     if isinstance(name, str) and name not in fleet.models and name not in fleet.adapters:
@@ -154,7 +156,7 @@ async def _to_tagged_model(fleet: Fleet, request: Request) -> ASGIApp:
 
 
 async def _sending(fleet: Fleet, request: Request, fields: JsonDict, name: str) -> _Sending:
-    """name: of a model or an adapter of the fleet."""
+    """Prepare a client's request for its model. name: a model or an adapter of the fleet."""
     proxied = await ProxiedRequest.of(request, fields)
     if proxied.route == _INVOCATIONS:
         is_chat = fields.get("messages") is not None
@@ -170,7 +172,7 @@ async def _sending(fleet: Fleet, request: Request, fields: JsonDict, name: str) 
 
 
 async def _to_keeper(fleet: Fleet, request: Request) -> ASGIApp:
-    """Pass a request on to the engine that keeps the answer that its path names."""
+    """Forward a request to the engine that stores the answer that its path names."""
     proxied = await ProxiedRequest.of(request)
     id = request.path_params["response_id"]
     keeper = await fleet.keeper(proxied, id)
@@ -183,13 +185,13 @@ async def _to_keeper(fleet: Fleet, request: Request) -> ASGIApp:
 
 @dataclass(frozen=True, slots=True)
 class _Passing(Endpoint[Fleet]):
-    """Wraps every proxied route: a drain waits for it, and the client's disconnect ends it."""
+    """Wraps every proxied route: a drain waits for it, and a client's disconnect cancels it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, fleet = Context.of(scope), self.service
         request = Request(scope, receive)
         try:
-            await request.body()  # from here on `receive` waits for the client's leaving
+            await request.body()  # after this, `receive` waits for the client's disconnect
             with fleet.answering():
                 context.left = await until_disconnect(receive, self._answer(request, send))
         except ClientDisconnect:
@@ -203,7 +205,7 @@ async def _show_version(fleet: Fleet, request: Request) -> Response:
 
 
 async def _list_replicas(fleet: Fleet, request: Request) -> Response:
-    shown = {name: [each.shown() for each in known] for name, known in fleet.replicas.items()}
+    shown = {name: [each.shown() for each in replicas] for name, replicas in fleet.replicas.items()}
     return json_answer(ReplicaList(shown))
 
 
@@ -211,7 +213,7 @@ _GET = ("GET",)
 
 
 def _engine_routes() -> Iterator[HttpRoute]:
-    """Those of an engine that are passed on, as its own table describes them."""
+    """The forwarded routes, described as in the engine's own table."""
     for route in ROUTES:
         if route.path in _TO_MODELS:
             yield replace(route, handler=_to_model)
@@ -248,9 +250,9 @@ def create_ingress(
     extra_routes: Sequence[BaseRoute] = (),
     keys: ApiKeys | None = None,
 ) -> Starlette:
-    """The application; `app.state.fleet` is the fleet. extra_routes stand behind the same keys and
-    limits. keys: the accepted ones; None: those of the settings. Batches and jobs that an earlier
-    one has left go on when its lifespan begins.
+    """The ASGI application; `app.state.fleet` is the fleet. extra_routes: need the same keys and
+    have the same limits. keys: the accepted keys; None: those of the settings. Unfinished batches
+    and jobs of an earlier process continue when the application's lifespan begins.
     """
     fleet.openapi = document(_FLEET_ROUTES)
     fleet.settings = settings

@@ -1,6 +1,6 @@
-"""Prometheus metrics of a fleet: what its ingress counts, and what it knows of its replicas.
+"""Prometheus metrics of a fleet: counts of its ingress, and states of its replicas.
 
-The engines have their own. Labels have few values: names of models and replicas, outcomes.
+Engines have their own metrics. Labels have few values: names of models and replicas, outcomes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES
 from jitney.engine.fleet.rollout.rollout import Rollout, RolloutState
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-#: Those that only a replica has that takes requests.
+#: Metrics that are only exported for ready replicas.
 _OF_READY = frozenset({"replica_predicted_wait_seconds"})
-#: Name -> what it is, and where it is read.
+#: Name of a gauge -> (help text, function that reads it).
 _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
     "replica_ready": ("1 if the replica takes requests", lambda replica: replica.state == "ready"),
     "replica_open": (
@@ -45,7 +45,7 @@ _GAUGES: Mapping[str, tuple[str, Callable[[Replica], float]]] = {
     ),
 }
 
-#: The current models and replicas.
+#: Returns the current replicas of each model.
 type _ReplicasByModel = Callable[[], Mapping[str, list[Replica]]]
 
 
@@ -125,7 +125,7 @@ class _ReplicaCollector(Collector):
             yield family
 
     def _states(self) -> Metric:
-        """Every state of every model, 0 too: an alert must see a number fall."""
+        """Replicas of every model in every state, also 0, so that alerts see a count fall."""
         family = GaugeMetricFamily(
             "jitney_fleet_replicas", "replicas by their state", labels=["model", "state"]
         )
@@ -141,7 +141,7 @@ def _gauge(name: str, text: str, labels: Sequence[str]) -> GaugeMetricFamily:
 
 
 class _RolloutCollector(Collector):
-    """rollouts: the current ones of the fleet."""
+    """Collects the metrics of rollouts. rollouts: returns the current ones of the fleet."""
 
     def __init__(self, rollouts: Callable[[], Iterable[Rollout]]):
         self._rollouts = rollouts
@@ -190,7 +190,7 @@ def _levels(rollouts: list[Rollout]) -> Metric:
 
 
 def _intervals(rollouts: list[Rollout]) -> Iterator[Metric]:
-    """Intervals and verdicts; those without data are absent."""
+    """Intervals and verdicts of the figures; figures without an interval are absent."""
     intervals = _gauge(
         "interval",
         "candidate to stable, a ratio (of errors the difference): the estimate and both ends",

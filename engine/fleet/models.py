@@ -1,4 +1,4 @@
-"""The models of a fleet: their interface, and the kind that replicas serve."""
+"""The models of a fleet: their interface, and the models that replicas serve."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ class FleetModel(Protocol):
 
     @property
     def ready(self) -> bool:
-        """A request would be answered now."""
+        """Whether a request can be answered now."""
         ...
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """The engines that are its own; none, where it is made of other models."""
+        """Its engines; none for a composed model."""
         ...
 
     def card(self) -> JsonDict:
-        """Fields of /v1/models beside the name."""
+        """Its fields in /v1/models, without the name."""
         ...
 
     def answer(self, request: ProxiedRequest) -> AbstractAsyncContextManager[ProxiedAnswer]:
-        """Answer a request; what it gives is read inside of the context, and leaving that ends all
-        that is open. Raises RequestError or HttpError.
+        """Answer a request. The answer is read inside the context; leaving the context closes
+        everything that is open. Raises RequestError or HttpError.
         """
         ...
 
     async def keeper_of(self, request: ProxiedRequest, path: str) -> Replica | None:
-        """The engine of its own that has something at this path for who sent the request."""
+        """Its engine that has a resource at this path for the sender of the request, if any."""
         ...
 
 
 @dataclass(slots=True)
 class ReplicatedModel:
-    """Engines that answer alike."""
+    """A model that is served by interchangeable engines."""
 
-    #: What clients ask for it by.
+    #: The model's name in requests.
     name: str
-    #: Its part of the fleet's file.
+    #: Its section of fleet.toml.
     section: ReplicasSection
-    #: Asks the engines; its connections, and the counts below, are the whole fleet's.
+    #: HTTP client for the engines; the client and `metrics` are shared by the whole fleet.
     client: httpx.AsyncClient
     metrics: FleetMetrics
-    #: How often, and how long, an engine is tried for one request.
+    #: How often, and for how long, a request is retried.
     retries: RetryPolicy = field(default_factory=RetryPolicy)
-    #: Whether requests get a seed.
+    #: Whether streams get a seed, so that another engine can resume them.
     repeat_streams: bool = True
-    #: Its engines, whether they answer now or not, and what is known of each.
+    #: Its engines, with their states and loads.
     engines: ReplicaSet = field(default_factory=ReplicaSet)
 
     @property
@@ -87,14 +87,14 @@ class ReplicatedModel:
     async def keeper_of(self, request: ProxiedRequest, path: str) -> Replica | None:
         """See `FleetModel`."""
         for replica in map(self.engines.ready, self.engines.names):
-            if replica is None:  # it went away while another one was asked
+            if replica is None:  # it was lost while another one was asked
                 continue
             try:
                 headers = request.headers_for(replica.key)
-                found = await self.client.get(replica.url + path, headers=headers)
+                response = await self.client.get(replica.url + path, headers=headers)
             except httpx.TransportError:
                 continue
-            if found.status_code == 200:
+            if response.status_code == 200:
                 return replica
         return None
 
@@ -105,8 +105,8 @@ class ReplicatedModel:
         key: str,
         given: frozenset[str] = frozenset(),
     ) -> None:
-        """Add engines that appeared and remove those that are gone. known: name -> URL of those
-        that exist. key: for them. given: names of engines that are not looked for.
+        """Add new engines and remove engines that are gone. known: name -> URL of the engines that
+        exist. key: their API key. given: names of engines that are never removed.
         """
         for replica in list(self.replicas):
             if replica.name not in known and replica.name not in given:

@@ -1,4 +1,4 @@
-"""The page at a fleet's endpoint: its engines where they are found, and its candidates."""
+"""The page at a fleet's endpoint, with its engines and its candidates."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def fleet_page_routes(
     price_per_hour: float = 0.0,
     keys: ApiKeys | None = None,
 ) -> list[BaseRoute]:
-    """The page of all engines at `path`; it asks each as the fleet itself does. price_per_hour: of
-    one engine; 0: none is shown. keys: the accepted ones; None: those of the settings.
+    """Routes of the page of all engines at `path`. price_per_hour: of one engine; 0: not shown.
+    keys: the accepted keys; None: those of the settings.
     """
     shown = FleetView(
         find=lambda: dict(_places(fleet)),
@@ -66,7 +66,7 @@ def _endpoint(fleet: Fleet) -> Endpoint:
 
 
 class _Candidates:
-    """See `fleet_page._Rollouts`."""
+    """Implements `fleet_page._Rollouts`."""
 
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
@@ -75,13 +75,13 @@ class _Candidates:
         return [_with_names_of_the_page(model.report()) for model in self.fleet.rolled_out]
 
     async def decide(self, model: str, action: str) -> None:
-        found = self.fleet.models.get(model)
-        if not isinstance(found, ModelWithCandidate):
+        model_with_candidate = self.fleet.models.get(model)
+        if not isinstance(model_with_candidate, ModelWithCandidate):
             raise HttpError(404, f"no candidate of a model {echo(model)}", code="not_found")
         actions: tuple[Action, ...] = get_args(Action.__value__)
-        for known in actions:
-            if known == action:
-                await found.decide(known)
+        for allowed in actions:
+            if allowed == action:
+                await model_with_candidate.decide(allowed)
                 return
         raise RequestError(f"must be one of {', '.join(actions)}", param="action")
 

@@ -1,8 +1,8 @@
-"""Limits of one API key at a time and per minute, over all engines of a fleet
-(`engine.server.http.quotas` is where it is counted).
+"""Limits of each API key over all engines of a fleet: concurrent sequences and tokens per minute
+(counted by `engine.server.http.quotas`).
 
-The ingress has no tokenizer: prompt tokens are guessed from characters, by what the answers' usage
-said of earlier prompts, and put right when an answer says what it used.
+The ingress has no tokenizer: it estimates prompt tokens from characters, by the usage of earlier
+answers, and corrects the estimate with the answer's own usage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.rollout.measuring import UsageWatch
 from jitney.engine.server import Quotas, Spending
 
-#: Routes that are limited: those that write, and those that only read their input.
+#: Limited routes: those that generate text, and those that only process their input.
 _WRITING = frozenset(
     {
         "/v1/completions",
@@ -42,7 +42,7 @@ _READING = frozenset(
         "/score",
     }
 )
-#: Where texts of a prompt stand.
+#: Fields that hold the texts of a prompt.
 _PROMPTS = (
     "system",
     "instructions",
@@ -60,31 +60,31 @@ _PROMPTS = (
     "text_1",
     "text_2",
 )
-#: Limits of an answer's tokens: fields, and the one among Ollama's `options`.
+#: Fields that limit an answer's tokens; the field for that in Ollama's `options`.
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")
 _OPTION = "num_predict"
-#: Parts of a message that are no text.
+#: Parts of a message that are not text.
 _NO_TEXT = frozenset(
     {"images", "image_url", "input_audio", "source", "file", "video_url", "audio_url"}
 )
-#: Characters of a token before an answer said how many it had; what their mean keeps of itself
-#: with each new one.
+#: Characters per token assumed before the first usage; weight of the old value in their moving
+#: average.
 _FIRST_CHARS, _FADE = 4.0, 0.9
-#: Output tokens of a request that names no limit, at most.
+#: Most output tokens expected of a request without a limit.
 _MOST_OUTPUT = 1 << 14
 
 
 @dataclass(slots=True)
 class FleetQuotas:
-    """Limits of every key, 0 for none, as `key_max_concurrent` and `key_tokens_per_minute` of a
-    server. clock: seconds.
+    """Limits of every key, 0 for none: `key_max_concurrent` and `key_tokens_per_minute` of a
+    server. clock: returns the time in seconds.
     """
 
     max_concurrent: int = 0
     tokens_per_minute: int = 0
     clock: Callable[[], float] = time.monotonic
     _quotas: Quotas = field(init=False)
-    #: By model.
+    #: Model -> moving average of characters per token.
     _chars_per_token: dict[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
@@ -97,8 +97,8 @@ class FleetQuotas:
 
     @contextmanager
     def holding(self, key: str, request: ProxiedRequest) -> Iterator[_Account]:
-        """A request of this key is under way. Raises RequestError rate_limit, or invalid_value if
-        it has more sequences than the key may ever have.
+        """Context in which a request of this key is open. Raises RequestError: rate_limit, or
+        invalid_value if it has more sequences than the key may ever have.
         """
         if request.route not in _WRITING | _READING or request.method != "POST":
             yield _Account(None)
@@ -113,7 +113,7 @@ class FleetQuotas:
 
     @contextmanager
     def _charged(self, key: str, request: ProxiedRequest, sequences: int) -> Iterator[_Account]:
-        """Charge the expected use, and correct it by the real use at the end."""
+        """Charge the expected tokens, and correct the charge by the real usage at the end."""
         n_ids, n_chars = _prompt_size(request.fields)
         chars_per_token = self._chars_per_token.get(request.model, _FIRST_CHARS)
         n_prompt = round(n_ids + n_chars / chars_per_token)
@@ -132,7 +132,7 @@ class FleetQuotas:
             self._quotas.seen(key, n_prompt, most, account.usage.tokens)
 
     def _learn(self, model: str, n_ids: int, n_chars: int, n_prompt: int | None) -> None:
-        """How long the tokens of a model are, from a prompt of text alone."""
+        """Update a model's characters per token from a prompt that is only text."""
         if n_ids or not n_chars or not n_prompt:
             return
         before = self._chars_per_token.get(model, n_chars / n_prompt)
@@ -141,16 +141,16 @@ class FleetQuotas:
 
 @dataclass(slots=True)
 class _Account:
-    """Use of one request. spending: None where tokens are not limited."""
+    """Token usage of one request. spending: None if tokens are not limited."""
 
     spending: Spending | None
     usage: UsageWatch = field(default_factory=UsageWatch)
-    #: All of an answer came.
+    #: Whether the answer was read to its end.
     is_whole: bool = False
     _answered: bool = False
 
     def watched(self, answer: ProxiedAnswer) -> ProxiedAnswer:
-        """The same answer, counted."""
+        """The same answer, whose tokens are counted as it is read."""
         if self.spending is None:
             return answer
         self._answered = answer.status < 300
@@ -164,7 +164,7 @@ class _Account:
         self.is_whole = self._answered
 
     def settle(self, n_prompt: int) -> None:
-        """Charge what came; a refused request costs nothing. n_prompt: tokens charged before."""
+        """Charge the real usage; a refused request is free. n_prompt: tokens charged before."""
         if self.spending is None:
             return
         used = self.usage.prompt if self.usage.prompt is not None else n_prompt
@@ -173,7 +173,7 @@ class _Account:
 
 
 def _sequences_of(request: ProxiedRequest) -> int:
-    """Answers that a request wants, of all its prompts; no number counts as 1."""
+    """Number of answers that a request asks for, over all its prompts; invalid numbers count 1."""
     if request.route not in _WRITING:
         return 1
     numbers = [request.fields.get(name) for name in ("n", "best_of")]
@@ -187,22 +187,22 @@ def _sequences_of(request: ProxiedRequest) -> int:
 def _prompt_size(fields: JsonObject) -> tuple[int, int]:
     """(token ids, characters of text) of a prompt."""
     ids = chars = 0
-    left = [fields.get(name) for name in _PROMPTS]
-    while left:
-        value = left.pop()
+    remaining = [fields.get(name) for name in _PROMPTS]
+    while remaining:
+        value = remaining.pop()
         if isinstance(value, str):
             chars += len(value)
         elif isinstance(value, dict):
-            left.extend(part for name, part in value.items() if name not in _NO_TEXT)
+            remaining.extend(part for name, part in value.items() if name not in _NO_TEXT)
         elif isinstance(value, list) and value and type(value[0]) is int:
             ids += len(value)
         elif isinstance(value, list):
-            left.extend(value)
+            remaining.extend(value)
     return ids, chars
 
 
 def _limit_of(fields: JsonObject) -> int | None:
-    """Output tokens that the client allows; None: it does not say."""
+    """The client's limit of output tokens; None without a limit."""
     options = fields.get("options")
     if isinstance(options, dict):
         fields = {**fields, _OPTION: options.get(_OPTION)}

@@ -1,4 +1,4 @@
-"""Reading a running fleet's files again."""
+"""Reads a running fleet's configuration files again."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _ENGINE_KEY_FILE = "engine_key_file"
 class FleetReader:
     """Reads a fleet's files for a `Reloader`."""
 
-    #: As the fleet was started.
+    #: The configuration with which the fleet was started.
     config: FleetConfig
-    #: Its file as it is now; blocks. Raises ConfigError.
+    #: Reads the fleet's file again; blocks. Raises ConfigError.
     read: Callable[[], FleetConfig]
     parts: FleetParts
-    #: Has engines serve the adapters of another file; None: adapters change at a start only.
+    #: Makes engines serve the adapters of a new file; None: adapters change only at a start.
     take_adapters: Callable[[FleetConfig], Awaitable[AdapterNews]] | None = None
-    #: The key that engines of `urls` are asked with, as its file is configured now.
+    #: The current key for engines of `urls`.
     _engine_key: str = field(init=False)
 
     def __post_init__(self) -> None:
         self._engine_key = self.parts.key
 
     def __call__(self) -> FreshSettings:
-        """The settings as they are now. Raises ConfigError. Blocks."""
+        """Read the current settings. Raises ConfigError. Blocks."""
         fresh = self.read()
         changed = at_a_start_only(self._values(self.config), self._values(fresh))
         key = engine_key(fresh)
@@ -49,7 +49,7 @@ class FleetReader:
         return replace(settings, take_adapters=partial(self.take_adapters, fresh))
 
     async def _take_engine_key(self, key: str) -> FileNews:
-        """Ask engines of `urls` with this key from now on."""
+        """Send this key to engines of `urls` from now on."""
         if not key:
             return "none"
         if key == self._engine_key:
@@ -59,8 +59,8 @@ class FleetReader:
         return "replaced"
 
     def _values(self, config: FleetConfig) -> dict[str, object]:
-        """Settings of the fleet by name, without the key that engines are asked with and without
-        adapters that can be changed.
+        """The fleet's settings by name, without the engines' key file and without adapters that
+        can change while it runs.
         """
         models = config.models
         if self.take_adapters is not None:
@@ -71,8 +71,8 @@ class FleetReader:
 
 
 def engine_key(config: FleetConfig) -> str:
-    """The key that engines of `urls` are asked with; empty: the client's own. Raises ConfigError.
-    Blocks.
+    """Read the API key for engines of `urls`; empty: the client's own key is passed on. Raises
+    ConfigError. Blocks.
     """
     key_file = config.fleet.engine_key_file
     if not key_file:
@@ -81,7 +81,9 @@ def engine_key(config: FleetConfig) -> str:
 
 
 def _without_live_adapters(section: Section) -> Section:
-    """A model's settings without adapters, which only several hosts take at a start."""
+    """A model's settings without adapters, unless its replicas have several hosts: those change
+    adapters only at a start.
+    """
     if not isinstance(section, ReplicasSection) or section.n_hosts > 1:
         return section
     return without_adapters(section)

@@ -1,4 +1,4 @@
-"""Tables of fleet.toml: the fleet's own, and those of models that engines stand behind."""
+"""Tables of fleet.toml: the fleet's own, and those of models that engines serve."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jitney.engine.fleet.rollout.comparison import FIGURES, Comparison
 from jitney.engine.fleet.rollout.rollout import PromotionRule
 from jitney.engine.fleet.routing import HashRing, RouterName
 
-#: Begins the URL of a name whose addresses are engines: dns+http://NAME:PORT.
+#: URL scheme for a DNS name whose addresses are engines: dns+http://NAME:PORT.
 _FOUND = "dns+http"
-#: Stands for the address that host 0 of a replica gets when it starts.
+#: Placeholder for the address that host 0 of a replica gets when it starts.
 _SOME_COORDINATOR = "127.0.0.1:1"
 
 
@@ -27,7 +27,7 @@ _Texts = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
 
 
 class FleetSection(Section):
-    """[fleet]: how engines are watched and asked. Times in seconds."""
+    """[fleet]: how engines are polled and called. Times in seconds."""
 
     engine_key_file: str = Field(
         default="",
@@ -93,7 +93,7 @@ class FleetSection(Section):
 
 
 class _RaySection(Section):
-    """[models.NAME.ray]: what an engine has on a Ray cluster, and how many there are."""
+    """[models.NAME.ray]: resources of an engine on a Ray cluster, and the number of engines."""
 
     cpus: float = Field(default=1.0, ge=0, description="CPUs of each engine, or each of its hosts")
     gpus: float = Field(
@@ -136,8 +136,8 @@ class _RaySection(Section):
 
 
 class ReplicasSection(Section):
-    """[models.NAME] of kind "replicas": engines that answer alike, of which each request gets
-    one.
+    """[models.NAME] of kind "replicas": interchangeable engines, one of which answers each
+    request.
     """
 
     kind: Literal["replicas"] = Field(default="replicas", description="engines that answer alike")
@@ -219,20 +219,20 @@ class ReplicasSection(Section):
 
     @property
     def n_hosts(self) -> int:
-        """Processes that each replica is; what is no number is refused with the settings."""
-        told = self.settings.get("n_hosts", 1)
-        return told if type(told) is int and told > 0 else 1
+        """Processes of each replica. An invalid value is refused with the settings."""
+        n_hosts = self.settings.get("n_hosts", 1)
+        return n_hosts if type(n_hosts) is int and n_hosts > 0 else 1
 
     @property
     def checked_settings(self) -> JsonDict:
-        """The settings of started engines, checkable before a first host has an address."""
+        """The settings of started engines, with a placeholder for the first host's address."""
         if self.n_hosts == 1:
             return self.settings
         return self.settings | {"coordinator": _SOME_COORDINATOR}
 
     @property
     def found_urls(self) -> tuple[str, ...]:
-        """Those whose names are looked up for engines."""
+        """The URLs whose DNS names are looked up for engines."""
         return tuple(url for url in self.urls if url.startswith(_FOUND))
 
     @field_validator("urls")
@@ -267,8 +267,8 @@ class ReplicasSection(Section):
 
 
 class CandidateSection(ReplicasSection):
-    """[models.NAME.candidate]: engines that get a share of the model's requests until it is known
-    whether they may get all. Its engines are described as the model's are.
+    """[models.NAME.candidate]: engines that get a share of the model's requests until a decision
+    whether they get all. Its engines have the same fields as the model's.
     """
 
     name: str = Field(

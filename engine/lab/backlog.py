@@ -1,7 +1,7 @@
-"""Whether a queue grew for the whole run, so that its waits only say how long the run was.
+"""Detects a queue that grew for the whole run, whose waits only depend on the length of the run.
 
-A server that is offered more than it can serve makes every request wait longer than the one before
-it: twice the run gives twice the p99. A report has to say so.
+If more requests are offered than a server can serve, every request waits longer than the one before
+it: a run of twice the length has twice the p99. Reports must state this.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ import numpy as np
 
 from jitney.engine.common.request_record import RequestRecord
 
-#: Fewer requests tell nothing.
+#: Least requests of a run that is judged.
 _FEWEST = 20
 _PARTS = 4
-#: The queue grew if the mean wait rises from each quarter of the run to the next, the last is so
-#: many times the first, and at least this share of the requests waited when the last one came. On
-#: simulated queues of 8 servers with 256 requests that is said of 3 % of the runs at 85 % load, and
-#: of 86 % at 130 % load.
+#: The queue grew if the mean wait rises from each quarter of the run to the next, the last mean is
+#: at least this many times the first, and at least this share of the requests waited when the last
+#: one came. Among simulated queues of 8 servers with 256 requests, this holds for 3 % of the runs
+#: at 85 % load, and for 86 % at 130 % load.
 _LEAST_RISE, _LEAST_WAITING = 3.0, 0.05
 
 
 class QueueGrowth(msgspec.Struct, frozen=True):
-    """Growth of an open loop's queue."""
+    """Growth of the queue in an open loop."""
 
-    #: It grew for the whole run, so that p99 is the length of the run.
+    #: Whether it grew for the whole run, so that p99 is the length of the run.
     grew: bool
-    #: Requests that came a second.
+    #: Arriving requests a second.
     offered_req_s: float
     #: Requests without a first token when the last one came.
     waiting_at_end: int
-    #: Mean wait for the first token, in seconds, in each quarter of the time in which requests
-    #: came; None where none came.
+    #: Mean wait for the first token, in seconds, in each quarter of the arrival time; None for a
+    #: quarter without requests.
     wait_s: tuple[float | None, ...]
 
     @classmethod
     def of(cls, requests: Iterable[RequestRecord]) -> QueueGrowth | None:
-        """The growth in a run whose requests came at times of their own; None if it is too short.
+        """The growth in an open loop's run; None if the run is too short.
 
-        A request that timed out waited until then; refused ones do not count.
+        A request that timed out counts as waiting until its timeout; refused ones do not count.
         """
         times = []
         for request in requests:
@@ -81,9 +81,9 @@ def _mean(waits: np.ndarray) -> float | None:
 
 
 def _rises(waits: list[float | None]) -> bool:
-    known = [wait for wait in waits if wait is not None]
+    present = [wait for wait in waits if wait is not None]
     return (
-        len(known) == _PARTS
-        and bool(np.all(np.diff(known) > 0))
-        and known[-1] > _LEAST_RISE * known[0]
+        len(present) == _PARTS
+        and bool(np.all(np.diff(present) > 0))
+        and present[-1] > _LEAST_RISE * present[0]
     )

@@ -1,5 +1,5 @@
-"""The threshold of a cascade: the cost of each, and how often it would have agreed with the large
-model, over requests that both models answered.
+"""Finds the threshold of a cascade: the cost of each threshold, and how often the cascade's answers
+agree with the large model's, over requests that both models answered.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet import Answering, Cascade, Measure, ModelAnswer, ProxiedRequest, Route
 from jitney.engine.server import HttpError
 
-#: When two answers agree: equal (they are the same text), words (F1 of the words they share).
+#: How agreement is measured: equal (whether the texts are equal), words (F1 of shared words).
 _Agreement = Literal["equal", "words"]
-#: Of costs that are compared: sums in another order differ beyond them.
+#: Decimals to which costs are rounded before comparison, since sums depend on the order.
 _DIGITS = 9
-#: Of a 95 % interval.
+#: Quantile of the normal distribution for a 95 % interval.
 _Z = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """The cost of answers. Seconds: from asking to the end of the answer."""
+    """The cost of answers. seconds: from the request to the end of the answer."""
 
     tokens: int = 0
     seconds: float = 0.0
-    #: In the currency of the prices; 0 where there are none.
+    #: Price in the currency of the token prices; 0 without prices.
     price: float = 0.0
 
     def __add__(self, other: _Spent) -> _Spent:
@@ -52,7 +52,7 @@ type Cost = Literal["price", "seconds", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class TokenPrices:
-    """Per million tokens, prompt and output alike; None: unknown."""
+    """Prices per million tokens, the same for prompt and output; None: unknown."""
 
     small: float | None = None
     large: float | None = None
@@ -64,38 +64,40 @@ class TokenPrices:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One request, as both models answered it."""
+    """One request with the answers of both models."""
 
-    #: Of the small model's tokens, choice by choice.
+    #: Log-probabilities of the small model's tokens, [choices][tokens].
     logprobs: list[list[float]]
     small: _Spent
     large: _Spent
-    #: Of the small answer with the large one, 0 to 1.
+    #: Agreement of the small answer with the large one, 0 to 1.
     agreement: float
 
     def confidence(self, measure: Measure) -> float:
-        """As a cascade sees it."""
+        """The small answer's confidence, as a cascade computes it."""
         return measure.confidence(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A threshold, with the figures of a cascade that has it."""
+    """A threshold and the figures of a cascade with it."""
 
     threshold: float
-    #: Share of requests that the small model's answer was sent for.
+    #: Share of requests for which the small model's answer is sent.
     kept: float
-    #: Mean with the large model's answers, and the bounds of its 95 % interval (Wilson).
+    #: Mean agreement with the large model's answers, and its 95 % interval (Wilson).
     agreement: float
     low: float
     high: float
     spent: _Spent
-    #: Its cost over that of the large model alone.
+    #: Its cost divided by the cost of the large model alone.
     cost_share: float
 
     @classmethod
     def of(cls, order: Sequence[Pair], asked: int, threshold: float, by: Cost) -> Threshold:
-        """Where the large model answers the first `asked` of the pairs, the least sure ones."""
+        """The threshold at which the large model answers the first `asked` pairs of `order`, which
+        is sorted by confidence.
+        """
         n = len(order)
         everything = sum((pair.large for pair in order), _Spent())
         spent = sum((pair.small for pair in order), _Spent())
@@ -108,8 +110,8 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """All thresholds of a measure that make a difference, ascending; the first sends every answer
-    of the small model.
+    """All thresholds of a measure with different results, ascending; at the first one, every answer
+    of the small model is sent.
     """
 
     measure: Measure
@@ -117,19 +119,19 @@ class Thresholds:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], measure: Measure, by: Cost) -> Thresholds:
-        """The thresholds lie halfway between confidences that were seen, so that none hangs on the
-        last digit of a log-probability.
+        """All thresholds halfway between measured confidences, so that none depends on the last
+        digit of a log-probability.
         """
         order = sorted(pairs, key=lambda pair: pair.confidence(measure))
         confidences = [pair.confidence(measure) for pair in order]
-        found = [Threshold.of(order, 0, 0.0, by)]
+        thresholds = [Threshold.of(order, 0, 0.0, by)]
         for asked, (before, after) in enumerate(pairwise([*confidences, 1.0]), 1):
             if after > before:
-                found.append(Threshold.of(order, asked, (before + after) / 2, by))
-        return cls(measure, found)
+                thresholds.append(Threshold.of(order, asked, (before + after) / 2, by))
+        return cls(measure, thresholds)
 
     def cheapest(self, agreement: float) -> Threshold | None:
-        """The threshold that costs least of those that agree so often; None if none does."""
+        """The cheapest threshold with at least this agreement; None if there is none."""
         good = [each for each in self.thresholds if each.agreement >= agreement]
         return min(good, key=lambda each: (each.cost_share, -each.agreement), default=None)
 
@@ -139,7 +141,7 @@ class Thresholds:
         return math.inf if cheapest is None else round(cheapest.cost_share, _DIGITS)
 
     def shown(self, most: int, chosen: Threshold | None) -> list[Threshold]:
-        """At most so many, evenly spread, both ends and the chosen one among them."""
+        """At most `most` thresholds, evenly spread, including both ends, and the chosen one."""
         last = len(self.thresholds) - 1
         places = {round(last * step / (most - 1)) for step in range(most)}
         if chosen is not None:
@@ -148,7 +150,7 @@ class Thresholds:
 
 
 def _interval(share: float, n: int) -> tuple[float, float]:
-    """Wilson's, of a share that was seen in n."""
+    """Wilson's 95 % interval for a share that was measured in n requests."""
     middle = share + _Z * _Z / (2 * n)
     spread = _Z * math.sqrt(share * (1 - share) / n + _Z * _Z / (4 * n * n))
     scale = 1 + _Z * _Z / n
@@ -156,8 +158,8 @@ def _interval(share: float, n: int) -> tuple[float, float]:
 
 
 def read_requests(file: Path, defaults: JsonDict) -> list[ProxiedRequest]:
-    """Requests, one a line: the body of a chat or of a text completion, or a line of a batch, which
-    has one as its `body`. defaults: fields of those that do not have them. Raises ConfigError.
+    """Read requests, one per line: the body of a chat or text completion, or a line of a batch with
+    such a body as its `body`. defaults: values of missing fields. Raises ConfigError.
     """
     requests: list[ProxiedRequest] = []
     try:
@@ -192,20 +194,22 @@ def _read_request(where: str, line: bytes, defaults: JsonDict) -> ProxiedRequest
 
 @dataclass(slots=True)
 class ModelComparison:
-    """Asks both models. prices: of their tokens."""
+    """Sends requests to both models. prices: of their tokens."""
 
     models: Answering
     small: str
     large: str
     agreement: _Agreement
     prices: TokenPrices
-    #: Seconds that an answer may take.
+    #: Timeout of an answer, seconds.
     timeout_s: float = math.inf
 
     async def run(
         self, requests: Sequence[ProxiedRequest], at_once: int, report: Callable[[int], None]
     ) -> tuple[list[Pair], list[str]]:
-        """The pairs, and why others were refused. report: called with how many are done."""
+        """(pairs, error messages of refused requests). report: called with the number of finished
+        requests.
+        """
         places = asyncio.Semaphore(at_once)
         pairs: list[Pair] = []
         refusals: list[str] = []
@@ -222,9 +226,9 @@ class ModelComparison:
         return pairs, refusals
 
     async def _pair(self, request: ProxiedRequest) -> Pair:
-        """One after the other, so that each is timed alone."""
-        asked = request.whole(self.small, **request.asking_logprobs)
-        small, small_spent = await self._timed(asked, self.prices.small)
+        """Ask both models, one after the other, so that each is timed alone."""
+        to_small = request.whole(self.small, **request.asking_logprobs)
+        small, small_spent = await self._timed(to_small, self.prices.small)
         large, large_spent = await self._timed(request.whole(self.large), self.prices.large)
         return Pair(
             small.logprobs,
@@ -243,7 +247,7 @@ class ModelComparison:
         return answer, _Spent(tokens, seconds, (price or 0.0) * tokens / 1e6)
 
     async def _answer(self, request: ProxiedRequest) -> ModelAnswer:
-        """Raises HttpError, RequestError."""
+        """The answer of a model, with the timeout. Raises HttpError, RequestError."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await self.models.answer(request)
@@ -254,7 +258,7 @@ class ModelComparison:
             ) from None
 
     def _agreement(self, small: ModelAnswer, large: ModelAnswer) -> float:
-        """The mean of the choices."""
+        """The mean agreement of the choices."""
         alike = _likeness if self.agreement == "words" else _are_equal
         likenesses = list(map(alike, small.normalised, large.normalised))
         return sum(likenesses) / len(likenesses) if likenesses else 0.0

@@ -1,4 +1,4 @@
-"""Figures of reports by flat names, and as people read them: the end of a name says the unit."""
+"""Figures of reports by flat names, and their text for people: the end of a name is the unit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ if TYPE_CHECKING:
 
 #: A percentile of a spread: `ttft_p99_s` is the p99 of `ttft_s`.
 _QUANTILE = re.compile(r"_(p\d+)(_s)?$")
-#: Numbers a second, and shares whose names do not end with `_share`.
+#: End of a name of a rate per second; ends of names of shares.
 _RATE, _SHARES = re.compile(r"(tok|req)_s$"), ("share", "seat_fill", "kv_use", "hit_rate")
-#: What stands for a percentile of too few values.
+#: Text for a percentile of too few values.
 _TOO_FEW = "–"
 
 
 def figure_of(figures: JsonObject, name: str) -> Any:
-    """A figure out of a run's (`summary.summarise`), such as output_tok_s or ttft_p99_s; None where
-    it is not known.
-    """
+    """A run's figure (`summary.summarise`) such as output_tok_s or ttft_p99_s; None if unknown."""
     quantile = _QUANTILE.search(name)
     if name in figures or quantile is None:
         return figures.get(name)
@@ -31,7 +29,7 @@ def figure_of(figures: JsonObject, name: str) -> Any:
 
 
 def cell(figures: JsonObject, name: str) -> str:
-    """The figure as text; empty where it is not known, a dash for too few values."""
+    """The figure as text; empty if unknown, a dash for too few values."""
     if _QUANTILE.search(name) and name not in figures:
         if not figures.get(_QUANTILE.sub(r"\2", name)):
             return ""
@@ -54,7 +52,7 @@ def shown(name: str, value: Any) -> str:
 
 
 def number(value: float) -> str:
-    """With three digits after the point below one, two below a thousand."""
+    """A number as text: three decimals below one, two below a thousand, else none."""
     digits = 3 if abs(value) < 1 else 2 if abs(value) < 1000 else 0
     return f"{value:,.{digits}f}"
 
@@ -75,15 +73,15 @@ def times(value: float | None) -> str:
 
 
 def rows_table(rows: Sequence[JsonObject], heads: Mapping[str, str]) -> Table:
-    """A row for each, a column for each head. heads: head -> name of the figure."""
+    """A table with a line for each row and a column for each head. heads: head -> figure's name."""
     from jitney.dashboard import Table
 
     return Table(list(heads), [[cell(row, name) for name in heads.values()] for row in rows])
 
 
 def columns_table(columns: Mapping[str, JsonObject], labels: Mapping[str, str]) -> Table:
-    """A column for each run; figures that no run knows are left out. labels: label -> name of the
-    figure.
+    """A table with a column for each run; figures that are unknown for all runs are left out.
+    labels: label -> figure's name.
     """
     from jitney.dashboard import Table
 

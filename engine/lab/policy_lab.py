@@ -1,8 +1,8 @@
-"""The policy lab: the last minutes' traffic again, under other policies and settings, on the
-simulator.
+"""The policy lab: replays the traffic of the last minutes on the simulator, under other policies
+and settings.
 
-The live engine only lends its history: arrivals, lengths, and step times to learn from. The
-simulation has a process of its own, at the lowest priority, one at a time, for a limited time.
+Only the history of the live engine is used: arrivals, lengths, and measured step times. One
+simulation runs at a time, in its own process at the lowest priority, with a timeout.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from jitney.engine.server import EngineClient, HttpError, TimeSlices
 if TYPE_CHECKING:
     from jitney.engine.lab.simulation.replay import BucketsJob, RecordedEngine, ReplayJob
 
-#: Seconds that all policies of one experiment may take together.
+#: Timeout of an experiment with all its policies, seconds.
 _LIMIT_S = 120.0
-#: [engine] of a server's configuration, whose sizes are known only once the engine starts.
+#: Returns [engine] of a server's configuration, whose sizes are known once the engine starts.
 type _SettingsNow = Callable[[], EngineSection]
-#: Step records the times are learned from, and stays that are shown: the newest.
+#: Most step records for step times, and most stays that are shown; the newest ones count.
 _MOST_RECORDS = 20_000
 #: Most bytes of one line of the worker's answer.
 _MOST_BYTES = 1 << 26
-#: Requests that are prepared between two rests.
+#: Requests that are prepared between two pauses for the event loop.
 _PIECE = 64
 #: Settings that an experiment may change.
 _SETTINGS = (
@@ -63,21 +63,21 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    #: All requests that came, however they ended, by their arrival.
+    #: All requests that arrived in this time, by arrival, with any end.
     requests: list[RequestRecord]
     #: Requests with their stays in seats in this time.
     stays: list[tuple[RequestRecord, Stay]]
-    #: When the first came, and when the last ended or the record does.
+    #: First arrival; end of the last request, or of the recording.
     first: float
     last: float
-    #: The newest step records of all, to learn step times from; and those of this time.
+    #: The newest step records of all, for step times; the step records of this time.
     records: np.ndarray
     window: np.ndarray
 
 
 class Lab:
-    """One engine's experiments. settings: tells [engine] of its configuration; None: not known,
-    nothing can be simulated.
+    """The experiments of one engine. settings: returns [engine] of its configuration; None: it is
+    unknown, and nothing can be simulated.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Lab:
         self.client = client
         self.settings = settings
         self.limit_s = limit_s
-        #: Of the newest experiment: its number, how it stands ("idle", "running", "done" or
-        #: "failed"), why it failed, the share that is done, when it began, what came out.
+        #: The newest experiment: its number, state ("idle", "running", "done" or "failed"), error,
+        #: finished share, start, and result.
         self._number = 0
         self._state = "idle"
         self._error = ""
@@ -104,7 +104,7 @@ class Lab:
         return self._task is not None and not self._task.done()
 
     def status(self) -> JsonDict:
-        """Where the newest experiment stands, and what the next one could use."""
+        """The state of the newest experiment, and the settings and traffic for the next one."""
         now = time.monotonic()
         requests = self.client.history.ended(now - History.keep_s)
         first = min((request.arrival for request in requests), default=now)
@@ -126,7 +126,7 @@ class Lab:
             return {}
         settings = self.settings()
         current = {name: getattr(settings, name) for name in _SETTINGS}
-        # Off, unless asked for: it is there for the tail of a server's traffic.
+        # Off by default in experiments: its purpose is the end of a server's traffic.
         current["static_timeout_ms"] = None
         if self.client.info is not None:
             current["pages"] = self.client.info.sizes.pages
@@ -152,7 +152,7 @@ class Lab:
         self._task = asyncio.create_task(self._run(job, basis))
 
     def _prepare(self, experiment: Experiment) -> Generator[None, None, tuple[ReplayJob, JsonDict]]:
-        """The worker's job, and the frame of its answer. Work for `TimeSlices`."""
+        """The worker's job, and the part of the result that is known before. For `TimeSlices`."""
         info = self.client.info
         if self.settings is None or info is None:
             raise RequestError(
@@ -197,9 +197,9 @@ class Lab:
         self._error = error
 
     async def _simulate(self, job: ReplayJob | BucketsJob) -> JsonDict:
-        """The worker's result. Raises _Failed; leaving early ends the process."""
+        """The worker's result. Raises _Failed. Cancelling it ends the process."""
         process = await start_child("jitney.engine.lab.simulation.replay", limit=_MOST_BYTES)
-        assert process.stdin is not None and process.stdout is not None  # asked for
+        assert process.stdin is not None and process.stdout is not None  # pipes, see start_child
         try:
             await _send_job(job, process.stdin)
             return await self._result_from(process.stdout)
@@ -207,13 +207,13 @@ class Lab:
             await end_child(process)
 
     async def buckets(self) -> JsonDict:
-        """See `PolicyLab`; one at a time. Raises RequestError also where it fails."""
+        """See `PolicyLab`; one call runs at a time. Raises RequestError also if it fails."""
         async with self._proposing:
             records = self.client.history.records.since(-1)[-_MOST_RECORDS:]
             info = self.client.info
             if self.settings is None or info is None or not len(records):
                 raise RequestError("no step is recorded yet, so no size can be better")
-            # Only a proposal loads the simulator.
+            # Imported here, since only a proposal needs the simulator.
             from jitney.engine.lab.simulation.replay import BucketsJob
 
             engine = _recorded_engine(info, self.settings())
@@ -235,7 +235,7 @@ class Lab:
 
 
 class _Failed(Exception):
-    """An experiment that brought nothing."""
+    """An experiment ended without a result."""
 
 
 async def _send_job(job: ReplayJob | BucketsJob, worker: asyncio.StreamWriter) -> None:
@@ -246,7 +246,7 @@ async def _send_job(job: ReplayJob | BucketsJob, worker: asyncio.StreamWriter) -
 
 
 def _recorded(history: History, minutes: float) -> Generator[None, None, _Traffic]:
-    """The traffic of the last minutes. Raises RequestError if nothing has ended in them."""
+    """The traffic of the last minutes. Raises RequestError if no request has ended in them."""
     now = time.monotonic()
     requests = _arrived_since(history, max(now - 60 * minutes, history.kept_from))
     yield
@@ -284,7 +284,7 @@ def _arrived_since(history: History, start: float) -> list[RequestRecord]:
 def _job(
     experiment: Experiment, traffic: _Traffic, info: EngineInfo, settings: EngineSection
 ) -> Generator[None, None, ReplayJob]:
-    # Only an experiment loads the simulator, and with it the scheduler.
+    # Imported here, since only an experiment needs the simulator and its scheduler.
     from jitney.engine.lab.simulation.replay import ReplayJob
 
     stays = [stay for _, stay in traffic.stays]
@@ -293,9 +293,9 @@ def _job(
         requests.append(request.until(traffic.last))
         if place % _PIECE == 0:
             yield
-    came = yield from _arrivals(traffic.requests, traffic.first)
+    arrivals = yield from _arrivals(traffic.requests, traffic.first)
     return ReplayJob(
-        arrivals=came,
+        arrivals=arrivals,
         engine=_recorded_engine(info, settings),
         changes=experiment.settings,
         policies=experiment.policies,
@@ -351,7 +351,7 @@ def _basis(
 
 
 def _check(experiment: Experiment, settings: EngineSection) -> None:
-    """Raise RequestError naming the field if the experiment makes no sense."""
+    """Raise RequestError that names the field if the experiment is invalid."""
     History.check_minutes(experiment.minutes)
     if not 0.1 <= experiment.speed <= 10:
         raise RequestError("speed must be at least 0.1 and at most 10", param="speed")
@@ -379,7 +379,7 @@ def _check(experiment: Experiment, settings: EngineSection) -> None:
 
 
 def _field_error(error: ValidationError) -> RequestError:
-    """The first of the faults, by the field's name."""
+    """The first validation error, with the field's name."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "settings"
     message = first["msg"].removeprefix("Value error, ")
@@ -408,25 +408,24 @@ def _arrivals(requests: list[RequestRecord], first: float) -> Generator[None, No
 
 
 def _wanted(request: RequestRecord, lengths: np.ndarray) -> int:
-    """Tokens that a request asks for. lengths: of the answers that were given to the end,
-    ascending.
+    """Output tokens of a request in the replay. lengths: of the complete answers, ascending.
 
-    A request that was cut short asks for as much as it got. One whose answer has no end yet (it
-    runs or waits still, or was refused, or left the queue) asks for as much as some answer that was
-    longer than what it has so far.
+    A request that was cut short has the tokens that it received. A request without an end (still
+    running or waiting, refused, or gone from the queue) gets the length of a random complete answer
+    that is longer than its own so far.
     """
     if _rode_to_the_end(request):
         return max(1, request.n_output)
     longer = lengths[np.searchsorted(lengths, request.n_output, "right") :]
     length = request.n_output + 1
     if len(longer):
-        # The same request asks for the same every time.
+        # Seeded, so that a request has the same length in every experiment.
         length = int(np.random.default_rng(request.number).choice(longer))
     return max(1, min(length, request.max_tokens or length))
 
 
 def _counted(requests: list[RequestRecord]) -> dict[str, int]:
-    """Number of requests by state at the end. left: in the queue, but not refused."""
+    """Number of requests by final state. left: they left the queue without being refused."""
     counts: dict[str, int] = dict.fromkeys(("ended", "running", "waiting", "refused", "left"), 0)
     for request in requests:
         if _rode_to_the_end(request):
@@ -442,7 +441,7 @@ def _counted(requests: list[RequestRecord]) -> dict[str, int]:
 
 
 def _measured_stays(traffic: _Traffic) -> Generator[None, None, dict[str, list[Any]]]:
-    """The stays of that time as they were, in seconds from its beginning."""
+    """The measured stays in seats of that time, in seconds from its start."""
     columns = yield from stay_columns(traffic.stays[-_MOST_RECORDS:])
     for name in ("from", "first_token", "to"):
         times = columns[name]

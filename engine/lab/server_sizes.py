@@ -1,5 +1,5 @@
-"""The sizes of a server on a CPU, by what this machine's steps take: those kept from an earlier
-start, or measured behind this one for the next.
+"""Chooses the sizes of a server on a CPU from this machine's step times: sizes stored by an earlier
+start, or measured in the background of this one for the next.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jitney")
 
-#: Free memory that timing wants, in weights of the model: it loads them once more.
+#: Free memory that timing needs, as a multiple of the model's weights, which it loads again.
 _MEMORY = 3
-#: Seconds until steps are timed again beside which other programs worked; twice as many each time,
-#: up to the second.
+#: First and longest wait before steps are timed again after other programs disturbed it, seconds;
+#: the wait doubles each time.
 _FIRST_REST_S, _LONGEST_REST_S = 60.0, 600.0
 
 
@@ -35,18 +35,18 @@ class ServerSizes:
 
     @property
     def machine(self) -> str:
-        """The processor, and which of its cores may be used. Raises ConfigError."""
+        """The processor's name and the cores that may be used. Raises ConfigError."""
         return f"{processor_name()}, {processors_here(self.resolved.config.engine.threads)}"
 
     def kept(self) -> TunedSizes | None:
-        """Sizes that were measured here before, if the server goes by them."""
+        """Sizes that were measured on this machine before; None if the server does not use them."""
         if not TunedSizes.are_for(self.resolved):
             return None
-        kept = TunedSizes.read(self.resolved.config, self.machine)
-        return kept if kept is not None and self._can_have(kept) else None
+        sizes = TunedSizes.read(self.resolved.config, self.machine)
+        return sizes if sizes is not None and self._can_have(sizes) else None
 
     def _can_have(self, sizes: TunedSizes) -> bool:
-        """Whether an engine can have them; else the file is not what was written."""
+        """Whether the sizes are valid for this engine; if not, the file was changed."""
         try:
             sizes.applied_to(self.resolved)
         except ConfigError:
@@ -54,10 +54,10 @@ class ServerSizes:
         return True
 
     async def time_behind(self, client: ProcessClient) -> TunedSizes | None:
-        """Time steps while the engine that serves has nothing to do, and keep what is chosen for
-        the next start. None, and one line in the log, if that cannot be done.
+        """Time steps while the serving engine is idle, and store the chosen sizes for the next
+        start. Returns None after one line in the log if that fails.
         """
-        # Of later starts none needs what measures.
+        # Imported here, since later starts do not measure.
         from jitney.engine.lab.bench.sizes import OtherPrograms, sizes_here
         from jitney.engine.lab.bench.timing_behind import TimingBehind
 
@@ -72,7 +72,7 @@ class ServerSizes:
         rest_s = _FIRST_REST_S
         while True:
             try:
-                found = await sizes_here(config, timing.time_steps)
+                chosen = await sizes_here(config, timing.time_steps)
                 break
             except OtherPrograms as error:
                 _log.info("%s; that is done in %.0f s", error, rest_s)
@@ -81,7 +81,7 @@ class ServerSizes:
             except (JitneyError, OSError) as error:
                 _log.warning("sizes stay the usual ones: %s", error)
                 return None
-        sizes = TunedSizes(found.values, date.today().isoformat())
+        sizes = TunedSizes(chosen.values, date.today().isoformat())
         reason = self.keep(sizes)
         if reason:
             _log.warning("sizes are measured anew at every start: %s", reason)
@@ -90,10 +90,10 @@ class ServerSizes:
         return sizes
 
     def keep(self, sizes: TunedSizes) -> str:
-        """Have later starts take them. Why that cannot be; empty if it can."""
+        """Store sizes for later starts. Returns the reason if that fails, else an empty string."""
         return sizes.keep(self.resolved.config, self.machine)
 
     def as_served(self) -> ResolvedConfig:
-        """As a server started now has its settings: with the sizes kept here, if there are any."""
-        kept = self.kept()
-        return self.resolved if kept is None else kept.applied_to(self.resolved)
+        """The settings of a server that starts now: with stored sizes, if there are any."""
+        sizes = self.kept()
+        return self.resolved if sizes is None else sizes.applied_to(self.resolved)

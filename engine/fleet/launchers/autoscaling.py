@@ -1,4 +1,4 @@
-"""How many engines a model should have, by what they say of their waits. Pure."""
+"""Decides how many engines a model should have, from their reported waits, without side effects."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-#: Names of what engines report to Ray Serve.
+#: Names of the metrics that engines report to Ray Serve.
 _WAIT, _LOAD, _SEATS = "jitney_wait_s", "jitney_load", "jitney_seats"
-#: Share of the seats of one engine less that may be taken before it is let go.
+#: One engine is removed if the others' seats would be taken to less than this share.
 _FULL = 0.7
 
 
@@ -26,8 +26,8 @@ class EngineLoad:
 
 
 def _wanted_engines(loads: Sequence[EngineLoad], target_wait_s: float) -> int:
-    """One more engine where even the shortest wait is beyond the target; one less where no
-    request waits and the others would have seats to spare; else as many as there are.
+    """The number of engines: one more if even the shortest wait is above the target; one less if no
+    request waits and the others would have free seats; otherwise unchanged.
     """
     count = len(loads)
     if not count:
@@ -56,8 +56,8 @@ class _ScalingContext(Protocol):
 
 
 class WaitPolicy:
-    """Ray Serve's policy for the number of engines of a model: `_wanted_engines` of what they
-    reported over Serve's look-back. target_wait_s: seconds.
+    """Ray Serve's policy for the number of engines of a model: `_wanted_engines` of the metrics in
+    Serve's look-back window. target_wait_s: seconds.
     """
 
     def __init__(self, target_wait_s: float):
@@ -65,15 +65,15 @@ class WaitPolicy:
 
     def __call__(self, context: _ScalingContext) -> tuple[int, dict[str, object]]:
         loads = _loads(context.aggregated_metrics or {})
-        wanted = context.target_num_replicas
-        if len(loads) == context.current_num_replicas:  # those that just came have said nothing yet
-            wanted = _wanted_engines(loads, self._target_wait_s)
+        n_engines = context.target_num_replicas
+        if len(loads) == context.current_num_replicas:  # new engines have not reported yet
+            n_engines = _wanted_engines(loads, self._target_wait_s)
         low = context.capacity_adjusted_min_replicas
-        return max(low, min(context.capacity_adjusted_max_replicas, wanted)), {}
+        return max(low, min(context.capacity_adjusted_max_replicas, n_engines)), {}
 
 
 def _loads(told: Mapping[str, Mapping[object, float]]) -> list[EngineLoad]:
-    """Loads of the engines that reported every figure."""
+    """Loads of the engines that reported all metrics."""
     waits, loads, seats = (told.get(name, {}) for name in (_WAIT, _LOAD, _SEATS))
     return [
         EngineLoad(waits[engine], loads[engine], seats[engine])

@@ -1,4 +1,4 @@
-"""Settings and environment of the engine processes that a fleet starts."""
+"""Settings and environment variables of engine processes that a fleet starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jitney.engine.common.requests import JsonObject
 from jitney.engine.config import Config, load_config, read_toml, settings, unknown_word
 from jitney.engine.fleet.sections import ReplicasSection
 
-#: Runs `jitney serve` with its arguments, until the fleet is gone.
+#: Python module that runs `jitney serve` with its arguments, and ends with the fleet.
 ENGINE_MODULE = "jitney.engine.cli.fleet_engine"
 LOCALHOST = "127.0.0.1"
-#: In the environment of an engine: the keys that it accepts.
+#: Environment variable of an engine with the keys that it accepts.
 ADMIN_KEYS = "JITNEY_ADMIN_KEYS"
-#: And its adapters, where settings of its model name some: what its flags say stays as it is.
+#: Environment variable of an engine with its adapters, which a reload can change, unlike flags.
 ADAPTERS = "JITNEY_ADAPTERS"
 _ADAPTERS = "adapters"
-#: Settings of an engine that its fleet decides.
+#: Settings of an engine that its fleet sets.
 _DECIDED = (
     "host",
     "port",
@@ -36,30 +36,30 @@ _DECIDED = (
     "ssl_keyfile",
     "root_path",
 )
-#: Settings of one engine over several hosts that its fleet decides: else all engines would have the
-#: same coordinator and be the same host, and each would wait for the others for ever.
+#: Settings of an engine on several hosts that its fleet sets: otherwise all processes would have
+#: the same coordinator and the same host id, and would wait for the other hosts for ever.
 _OF_ONE_HOST = ("coordinator", "host_id")
-#: What to do instead.
+#: End of an error message with the advice.
 _START_BY_HAND = (
     "is the fleet's to decide; leave it out. An engine over hosts that the fleet does not start "
     "is one of urls"
 )
-#: Settings that say how many processes a replica is; the fleet has to know before they start.
+#: Settings for the number of a replica's processes, which the fleet needs before they start.
 _OF_HOSTS = ("n_hosts", "data_parallel")
-#: Limits of a key that hold for all engines together, in [fleet].
+#: Limits of an API key over all engines together, which are set in [fleet].
 _KEY_LIMITS = ("key_max_concurrent", "key_tokens_per_minute")
 
 
 class ReplicaHost(NamedTuple):
-    """Which of the hosts of a replica a process is."""
+    """One host of a replica on several hosts."""
 
-    #: HOST:PORT of the first one, where the others find it.
+    #: HOST:PORT of the first host, to which the others connect.
     coordinator: str
     host_id: int
 
 
 def check_environ(environ: JsonObject) -> None:
-    """Engines that are started inherit it. Raises ConfigError."""
+    """Check the environment, which started engines inherit. Raises ConfigError."""
     for setting in _OF_ONE_HOST:
         name = settings()[setting].env
         if name in environ:
@@ -86,11 +86,11 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
             raise ConfigError(f"{where}: {unknown_word(setting, list(settings()))}")
         if settings()[setting].secret:
             raise ConfigError(f"{where}: {setting} is given to the fleet, in [fleet]; leave it out")
-    given = Path(file).parent / Path(section.config).expanduser() if section.config else None
+    config_file = Path(file).parent / Path(section.config).expanduser() if section.config else None
     try:
-        if given is not None:
-            _check_hosts_of_file(given)
-        config = load_config(given, flags=section.checked_settings)
+        if config_file is not None:
+            _check_hosts_of_file(config_file)
+        config = load_config(config_file, flags=section.checked_settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     for setting in _KEY_LIMITS:
@@ -103,13 +103,13 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
 
 
 def _check_hosts_of_file(file: Path) -> None:
-    """Raises ConfigError for what its engines cannot all have of one file."""
-    told = read_toml(file).get("engine", {})
+    """Raise ConfigError for settings that engines with the same file cannot share."""
+    engine_table = read_toml(file).get("engine", {})
     for setting in _OF_ONE_HOST:
-        if setting in told:
+        if setting in engine_table:
             raise ConfigError(f"{file}: {setting} {_START_BY_HAND}")
     for setting in _OF_HOSTS:
-        if setting in told:
+        if setting in engine_table:
             raise ConfigError(f"{file}: {_give_in_settings(setting)}")
 
 
@@ -122,27 +122,27 @@ def adapters_environ(section: ReplicasSection) -> dict[str, str]:
 
 
 def without_adapters(section: ReplicasSection) -> ReplicasSection:
-    """A section of which its adapters are known otherwise."""
+    """A copy of a section without its adapters."""
     settings = {name: value for name, value in section.settings.items() if name != _ADAPTERS}
     return section.model_copy(update={"settings": settings, _ADAPTERS: ()})
 
 
 def engine_keys(admins: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """(a new key that engines are asked with, what their environment says of keys). admins: keys
-    of the fleet's administrators, which engines accept too. Users reach engines through the fleet
-    alone, which names them (`engine.server.http.tenants`): their keys in our own environment are
-    not for engines.
+    """(a new key that the fleet sends to engines, the engines' environment variables for keys).
+    admins: the fleet's administrators' keys, which engines accept too. Users reach engines only
+    through the fleet, which sends their tenant (`engine.server.http.tenants`), so engines do not
+    accept users' keys.
     """
     own = secrets.token_urlsafe(32)
     return own, keys_environ(admins, own)
 
 
 def tell(process: asyncio.subprocess.Process, environ: Mapping[str, str | None]) -> None:
-    """Have an engine's process set variables of its environment; None: remove one."""
+    """Make an engine's process set environment variables; a value of None removes one."""
     if process.returncode is None and process.stdin is not None:
         process.stdin.write(json.dumps(environ).encode() + b"\n")
 
 
 def keys_environ(admins: Sequence[str], own: str) -> dict[str, str]:
-    """Environment variables of an engine's keys. own: the key that the fleet uses."""
+    """Environment variables with an engine's keys. own: the key that the fleet sends."""
     return {"JITNEY_API_KEYS": "", ADMIN_KEYS: ",".join([*admins, own])}

@@ -1,12 +1,12 @@
-"""The engines that a fleet starts itself: processes of this machine, each on a port of its own,
-started again when they die.
+"""The engines that a fleet starts itself: processes on this machine, each with its own port, which
+are restarted if they die.
 
-They share the cache of compiled programs: of each model one is started first, and compiles; the
-others find what it compiled.
+They share the cache of compiled programs: one engine of each model starts first and compiles; the
+others load its programs from the cache.
 
-A replica with `n_hosts` is as many processes: one engine over all of them, which its first host
-serves, or with `data_parallel` engines that share experts, which serve each. They start and end
-together; between that, each that dies is started again by itself, and finds the others waiting.
+A replica with `n_hosts` has that many processes: one engine over all of them, served by its first
+host, or with `data_parallel` engines that share experts, each of which serves. They start and end
+together. If one of them dies meanwhile, only it is restarted, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -50,34 +50,34 @@ from jitney.engine.server import AdapterNews
 
 _log = logging.getLogger("jitney.fleet")
 
-#: Seconds before an engine is started again, the first time and at most; restarts are counted
-#: within a window, and after so many it is given up.
+#: First and longest backoff before a restart, seconds; window in which restarts are counted,
+#: seconds; most restarts in it, after which an engine is not restarted.
 _BACKOFF_S, _WINDOW_S, _MOST_RESTARTS = (0.5, 30.0), 600.0, 5
-#: Seconds beyond the drain's that an engine gets to end.
+#: Seconds after the drain that an engine has to end.
 _GRACE_S = 10.0
-#: Seconds between two looks at whether an engine is ready.
+#: Seconds between two checks whether an engine is ready.
 _LOOK_S = 0.1
-#: Seconds that an engine gets to read its adapters.
+#: Timeout of an engine's reload of adapters, seconds.
 _RELOAD_S = 300.0
 
 
 @dataclass(eq=False, slots=True)
 class _EngineProcess:
-    """One engine of a model, or one host of an engine, over all of its processes."""
+    """One engine of a model, or one host of an engine, including its restarted processes."""
 
     config: FleetConfig
     model: ReplicatedModel
-    #: Among all processes of the model.
+    #: Index among all processes of the model.
     number: int
     replica: Replica
-    #: 0: any free one, another one for each process.
+    #: Port; 0: a free one, chosen for each process.
     port: int
-    #: What its processes have beside our environment: the keys that it accepts. All engines of a
-    #: fleet share it.
+    #: Additional environment variables with the keys that it accepts; shared by all engines of a
+    #: fleet.
     environ: dict[str, str]
-    #: None: it has no other hosts.
+    #: Its host in a replica on several hosts; None: a replica on one host.
     place: ReplicaHost | None = None
-    #: Variables of its environment that name adapters.
+    #: Environment variables that name adapters.
     adapters: dict[str, str] = field(default_factory=dict[str, str])
     _process: asyncio.subprocess.Process | None = None
     _restarts: deque[float] = field(default_factory=deque)
@@ -106,9 +106,9 @@ class _EngineProcess:
         self.replica.became("starting", "its process was started, and does not answer yet")
 
     def check(self) -> None:
-        """Raises JitneyError if it has ended."""
+        """Raise JitneyError if it has ended."""
         process = self._process
-        assert process is not None  # it was started
+        assert process is not None  # set by start
         if process.returncode is not None:
             self.replica.became("gone", f"it ended with status {process.returncode}")
             raise JitneyError(
@@ -117,10 +117,10 @@ class _EngineProcess:
             )
 
     async def keep(self) -> None:
-        """Start it again whenever it dies; returns when it is given up."""
+        """Restart it whenever it dies; returns after too many restarts."""
         while True:
             process = self._process
-            if process is None:  # a candidate's that could not be started
+            if process is None:  # a candidate's engine that failed to start
                 return
             status = await process.wait()
             self.replica.became("gone", f"it ended with status {status}")
@@ -132,7 +132,7 @@ class _EngineProcess:
             await self.start()
 
     def _pause(self) -> float | None:
-        """Seconds before the next start; None: no more."""
+        """Seconds before the next restart; None: no more restarts."""
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > _WINDOW_S:
             self._restarts.popleft()
@@ -142,16 +142,16 @@ class _EngineProcess:
         return min(_BACKOFF_S[0] * 2 ** (len(self._restarts) - 1), _BACKOFF_S[1])
 
     def tell_keys(self) -> None:
-        """Have the process accept the keys of `environ` from now on."""
+        """Make the process accept the keys of `environ` from now on."""
         self._tell({ADMIN_KEYS: self.environ[ADMIN_KEYS]})
 
     async def set_adapters(self, adapters: dict[str, str]) -> AdapterNews:
-        """Have the process serve other adapters, and read the files of those that it has again.
-        Raises JitneyError, naming the engine, if it refuses, and then it serves those from before.
+        """Make the process serve other adapters, and read the files of unchanged ones again. If it
+        refuses, it serves the previous ones; raises JitneyError that names the engine.
         """
         before, self.adapters = self.adapters, adapters
         if self._process is None or self._process.returncode is not None:
-            return AdapterNews()  # the next process is started with them
+            return AdapterNews()  # the next process starts with the new ones
         if self.replica.state != "ready":
             self.adapters = before
             if adapters == before:
@@ -174,12 +174,12 @@ class _EngineProcess:
             answer = await self.model.client.post(
                 f"{self.replica.url}/admin/reload", headers=headers, timeout=_RELOAD_S
             )
-            told = answer.json()
+            report = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise JitneyError(f"{self.replica.name} did not answer: {error}") from None
         if answer.status_code != 200:
-            raise JitneyError(f"{self.replica.name}: {told['error']['message']}")
-        return convert(told["adapters"], AdapterNews)
+            raise JitneyError(f"{self.replica.name}: {report['error']['message']}")
+        return convert(report["adapters"], AdapterNews)
 
     def _tell_adapters(self) -> None:
         self._tell({ADAPTERS: self.adapters.get(ADAPTERS, os.environ.get(ADAPTERS))})
@@ -194,7 +194,7 @@ class _EngineProcess:
                 self._process.send_signal(number)
 
     async def close(self, limit_s: float) -> None:
-        """Let it drain, at most so many seconds."""
+        """Let it drain for at most `limit_s` seconds, then end it."""
         if self._process is None:
             return
         self.signal(signal.SIGTERM)
@@ -205,11 +205,11 @@ class _EngineProcess:
 
 @dataclass(frozen=True, slots=True)
 class _LocalReplica:
-    """One of a model's replicas: its processes, the first host's first."""
+    """The processes of one replica of a model, in the order of its hosts."""
 
     model: ReplicatedModel
     processes: list[_EngineProcess]
-    #: Those that serve HTTP: the first alone, or all that share experts.
+    #: The processes that serve HTTP: only the first, or all if they share experts.
     serving: list[_EngineProcess]
 
     async def start(self, watch: Watch) -> None:
@@ -226,15 +226,15 @@ class _LocalReplica:
             await asyncio.sleep(_LOOK_S)
 
     async def close(self, limit_s: float) -> None:
-        """Let all drain, at most so many seconds. Hosts that serve nothing end with the first."""
+        """Drain for at most `limit_s` seconds. Hosts without HTTP end together with the first."""
         await asyncio.gather(*(process.close(limit_s) for process in self.serving))
         others = [process for process in self.processes if process not in self.serving]
         await asyncio.gather(*(process.close(_GRACE_S) for process in others))
 
 
 class LocalEngines:
-    """All engines that a fleet starts. users, admins: the keys that its clients have. Without any,
-    engines have no key either: they listen to this machine alone.
+    """All engines that a fleet starts. users, admins: API keys of its clients. Without any, engines
+    have no key either, since they only accept connections from this machine.
     """
 
     def __init__(
@@ -249,9 +249,9 @@ class LocalEngines:
         self._drain_s = config.server.drain_s
         self._key, self._environ = engine_keys(admins) if users or admins else ("", {})
         self._ports = _ports(config.fleet.engine_port)
-        #: Models whose engines had adapters when they were last asked.
+        #: Models whose engines had adapters at the last reload.
         self._adapted = {*config.adapters.values()}
-        #: By arm (`FleetParts.arms`), in the order in which they start.
+        #: Arm (`FleetParts.arms`) -> its replicas in the order in which they start.
         self.replicas: dict[str, list[_LocalReplica]] = {}
         for arm, model in parts.arms.items():
             if model.section.replicas:
@@ -283,8 +283,8 @@ class LocalEngines:
         )
 
     async def start(self) -> None:
-        """Start all, and wait until they are ready. Raises JitneyError; not for a candidate, which
-        must not keep its model from being served.
+        """Start all engines, and wait until they are ready. Raises JitneyError, except for a
+        candidate, whose failure must not keep its model from being served.
         """
         await asyncio.gather(*map(self._start_arm, self.replicas.values()))
 
@@ -303,7 +303,7 @@ class LocalEngines:
         await asyncio.gather(*(replica.start(watch) for replica in others))
 
     async def watch(self) -> None:
-        """Start again what dies; never returns."""
+        """Restart processes that die; never returns."""
         keeping = [asyncio.create_task(process.keep()) for process in self.processes()]
         try:
             await asyncio.gather(*keeping)
@@ -314,7 +314,7 @@ class LocalEngines:
             await asyncio.gather(*keeping, return_exceptions=True)
 
     def accept(self, admins: Sequence[str]) -> None:
-        """Have engines accept these administrators' keys, beside the one they are asked with."""
+        """Make engines accept these administrators' keys in addition to the fleet's own key."""
         if not self._key:
             return
         self._environ |= keys_environ(admins, self._key)
@@ -322,8 +322,8 @@ class LocalEngines:
             process.tell_keys()
 
     async def set_adapters(self, fresh: FleetConfig) -> AdapterNews:
-        """Have engines serve the adapters that their models have now. Raises JitneyError if one
-        refuses, and then all serve those from before.
+        """Make engines serve the adapters of a new configuration. If one refuses, all serve the
+        previous ones; raises JitneyError.
         """
         done: list[tuple[_EngineProcess, dict[str, str]]] = []
         news: list[AdapterNews] = []
@@ -353,18 +353,18 @@ class LocalEngines:
         )
 
     def kill(self) -> None:
-        """End all at once."""
+        """Kill all processes at once."""
         for process in self.processes():
             process.signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """End all, letting them drain."""
+        """Drain and end all processes."""
         limit_s = self._drain_s + _GRACE_S
         replicas = [replica for own in self.replicas.values() for replica in own]
         await asyncio.gather(*(replica.close(limit_s) for replica in replicas))
 
     def processes(self, *arms: str) -> list[_EngineProcess]:
-        """All of these arms, or of all."""
+        """All processes of these arms; of all arms if none is named."""
         return [
             process
             for arm in arms or self.replicas
@@ -374,7 +374,7 @@ class LocalEngines:
 
 
 def _hosts_of(name: str, n_hosts: int) -> Iterator[tuple[str, ReplicaHost]]:
-    """(name, place) of each process of a replica. name: of the replica and its first host."""
+    """(name, host) of each process of a replica. name: the replica's and its first host's."""
     coordinator = f"{LOCALHOST}:{free_port()}"
     for host_id in range(n_hosts):
         own = f"{name}.{host_id}" if host_id else name
@@ -382,5 +382,5 @@ def _hosts_of(name: str, n_hosts: int) -> Iterator[tuple[str, ReplicaHost]]:
 
 
 def _ports(first: int) -> Iterator[int]:
-    """One for each engine; 0: any free one."""
+    """The port of each engine in order, from `first` on; always 0 (a free port) if it is 0."""
     return itertools.count(first) if first else itertools.repeat(0)

@@ -1,14 +1,14 @@
-"""A fleet on Ray Serve (extra `ray`): the ingress is one deployment, each model another one, and so
-is each model's candidate; their replicas are actors that own an engine each.
+"""A fleet on Ray Serve (extra `ray`): the ingress, each model and each model's candidate are
+deployments; replicas of the latter two are actors that own one engine each.
 
-Requests go from the ingress to the engines over HTTP, past Serve's own router: that one knows
-nothing of prefixes and of a stream that is gone on with elsewhere. Where the engines are, they tell
-a named actor, the directory, once a second; who is silent for a while is struck off. Serve starts,
+Requests go from the ingress to the engines over HTTP, not through Serve's router, which supports
+neither prefixes nor resumed streams. Engines announce their addresses once a second to a named
+actor, the directory, which drops an engine after some time without an announcement. Serve starts,
 places, watches and replaces the actors, and scales them by the predicted wait that they report
 (`autoscaling.WaitPolicy`, by Serve's custom metrics and policies).
 
-An application's deployments are its for as long as it runs, so that a candidate that is rolled back
-keeps its actors; its engines drain and end, and start again when it is to have requests again.
+An application keeps its deployments as long as it runs, so a candidate that is rolled back keeps
+its actors. Its engines drain and end, and start again when the candidate gets requests again.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ from jitney.engine.server import (
 _log = logging.getLogger("jitney.fleet")
 
 _APPLICATION = "jitney"
-#: Seconds between two looks at whether we are to stop.
+#: Seconds between two checks for a signal.
 _LOOK_S = 0.1
-#: Seconds between two of Serve's looks at whether an engine's process lives.
+#: Seconds between two of Serve's health checks of an engine.
 _HEALTH_S = 1.0
-#: Where the page of all engines is.
+#: Path of the page of all engines.
 _PAGE = "/dashboard"
 
 
 class _IngressApp:
-    """The ingress as an ASGI application; its fleet lives as long as the lifespan."""
+    """The ingress as an ASGI application, whose fleet is open during the lifespan."""
 
     def __init__(self, fleet: RayFleet):
         self._fleet = fleet
-        #: What engines take over of their environment.
+        #: Environment variables that engines take over.
         self._environ = fleet.environ
         self._app: Callable[[Scope, Receive, Send], Awaitable[None]] | None = None
 
@@ -82,19 +82,21 @@ class _IngressApp:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        given = self._fleet
+        arguments = self._fleet
         async with AsyncExitStack() as stack:
-            fleet, parts = await stack.enter_async_context(open_fleet(given.config, given.url_key))
+            fleet, parts = await stack.enter_async_context(
+                open_fleet(arguments.config, arguments.url_key)
+            )
             following = [
                 asyncio.create_task(self._follow(parts, arm, _rollout_of(fleet, model)))
                 for arm, model in parts.arms.items()
                 if model.section.replicas
             ]
-            price, keys = given.config.fleet.price_per_hour, ApiKeys(given.settings)
-            page = fleet_page_routes(fleet, given.settings, _PAGE, price, keys)
-            self._app = create_ingress(fleet, given.settings, extra_routes=page, keys=keys)
-            if given.read is not None:
-                fleet.reload = reload = self._reloader(given.read, keys, fleet, parts)
+            price, keys = arguments.config.fleet.price_per_hour, ApiKeys(arguments.settings)
+            page = fleet_page_routes(fleet, arguments.settings, _PAGE, price, keys)
+            self._app = create_ingress(fleet, arguments.settings, extra_routes=page, keys=keys)
+            if arguments.read is not None:
+                fleet.reload = reload = self._reloader(arguments.read, keys, fleet, parts)
                 following.append(asyncio.create_task(self._follow_reloads(reload)))
             await send({"type": "lifespan.startup.complete"})
             await receive()
@@ -108,31 +110,31 @@ class _IngressApp:
     def _reloader(
         self, read: Callable[[], FleetConfig], keys: ApiKeys, fleet: Fleet, parts: FleetParts
     ) -> Reloader:
-        given = self._fleet
+        arguments = self._fleet
 
         def take(_: FreshSettings, accepted: AcceptedKeys) -> None:
-            self._environ = keys_environ(accepted.admins, given.key)
+            self._environ = keys_environ(accepted.admins, arguments.key)
 
         return Reloader(
-            given.config.server,
-            FleetReader(given.config, read, parts),
+            arguments.config.server,
+            FleetReader(arguments.config, read, parts),
             keys,
-            Connections(given.settings),  # none: they are Serve's
+            Connections(arguments.settings),  # always empty: Serve has the connections
             fleet,
             tls=lambda: None,
             on_taken=take,
         )
 
     async def _follow_reloads(self, reload: Reloader) -> None:
-        """Read the files again whenever the directory says so, and tell it the engines' keys; also
-        once at the start: an ingress that replaces another one has the keys of the fleet's start.
+        """Read the files again when the directory has a request for it, and send it the engines'
+        keys. Also done at the start: an ingress that replaces another one has the old keys.
         """
         directory, done = Directory.of_cluster(), -1
         while True:
             try:
-                asked = await directory.reloads.remote()
-                if asked != done:
-                    done = asked
+                requested = await directory.reloads.remote()
+                if requested != done:
+                    done = requested
                     await reload.aloud()
                 await directory.set_environ.remote(self._fleet.key, self._environ)
             except RayError as error:
@@ -141,24 +143,24 @@ class _IngressApp:
             await asyncio.sleep(Directory.announce_s)
 
     async def _follow(self, parts: FleetParts, arm: str, rollout: Rollout | None) -> None:
-        """Keep the model's engines as the directory has them. rollout: of a candidate."""
+        """Update a model's engines from the directory regularly. rollout: of a candidate."""
         model = parts.arms[arm]
         directory = Directory.of_cluster()
         while True:
             try:
                 if rollout is not None:
                     await directory.let_rest.remote(arm, rollout.state == "rolled_back")
-                known = await directory.engines.remote(arm)
+                url_by_name = await directory.engines.remote(arm)
             except RayError as error:
                 _log.warning("the directory of engines does not answer: %s", error)
                 directory = Directory.of_cluster()
             else:
-                await model.meet(parts.watch, known, self._fleet.key)
+                await model.meet(parts.watch, url_by_name, self._fleet.key)
             await asyncio.sleep(Directory.announce_s)
 
 
 def _rollout_of(fleet: Fleet, engines: ReplicatedModel) -> Rollout | None:
-    """That of a candidate's engines; None: they are no candidate's."""
+    """The rollout of a candidate's engines; None for other engines."""
     for model in fleet.rolled_out:
         if model.candidate is engines:
             return model.rollout
@@ -166,11 +168,11 @@ def _rollout_of(fleet: Fleet, engines: ReplicatedModel) -> Rollout | None:
 
 
 def _ingress_deployment(fleet: RayFleet, engines: Sequence[Any]) -> Any:
-    """engines: the deployments that are started beside it."""
+    """Deployment of the ingress. engines: the deployments that Serve starts with it."""
 
     class Ingress:
         def __init__(self, *engines: Any):
-            """The engines are asked over HTTP; they are named so that Serve starts them."""
+            """Take the engines as arguments only to make Serve start them: requests use HTTP."""
 
     deployment: Any = serve.deployment(
         name="ingress",
@@ -185,23 +187,23 @@ def _engines_deployment(fleet: RayFleet, arm: str) -> Any:
     """Deployment of a model's engines, or of its candidate's."""
     model, section = fleet.config.arms[arm]
     kind = "candidate" if isinstance(section, CandidateSection) else "model"
-    wanted = section.ray
-    asked = {"CPU": wanted.cpus, "GPU": wanted.gpus, **wanted.resources}
-    bundle = {what: count for what, count in asked.items() if count}
+    ray_section = section.ray
+    resources = {"CPU": ray_section.cpus, "GPU": ray_section.gpus, **ray_section.resources}
+    bundle = {what: count for what, count in resources.items() if count}
     if section.n_hosts > 1 and not bundle:
         raise ConfigError(f"[models.{arm}] ray: hosts are placed by what each gets; give cpus")
     options: dict[str, Any] = {
         "name": f"{kind}-{model}",
-        "ray_actor_options": wanted.actor_options,
+        "ray_actor_options": ray_section.actor_options,
         "placement_group_bundles": [bundle] * section.n_hosts,
-        # Hosts lie close together; those that take all chips of a node have one each.
+        # Hosts are placed close together; a host that needs all chips of a node gets its own node.
         "placement_group_strategy": "STRICT_PACK" if section.n_hosts == 1 else "PACK",
         "health_check_period_s": _HEALTH_S,
         "graceful_shutdown_timeout_s": fleet.config.server.drain_s + 2 * fleet.grace_s,
     }
     if not bundle:
         del options["placement_group_bundles"], options["placement_group_strategy"]
-    if wanted.max_replicas > section.replicas:
+    if ray_section.max_replicas > section.replicas:
         options["autoscaling_config"] = _scaling(section)
     else:
         options["num_replicas"] = section.replicas
@@ -228,16 +230,16 @@ def build_application(
     host: str = "",
     read: Callable[[], FleetConfig] | None = None,
 ) -> Any:
-    """The Serve application. admins: keys of its administrators. url_key: that engines of `urls`
-    are asked with. module: runs an engine. host: where engines listen; empty: at their node's
-    address. read: the fleet's file as it is then, for reloads; None: there are none. Raises
-    ConfigError for settings that only processes of one machine can have.
+    """The Serve application. admins: administrators' API keys. url_key: key for engines of `urls`.
+    module: runs an engine. host: address on which engines listen; empty: their node's address.
+    read: reads the fleet's file again, for reloads; None: no reloads. Raises ConfigError for
+    settings that Ray does not support.
     """
     if config.server.ssl_certfile:
         raise ConfigError("[fleet] ssl_certfile: on Ray, end TLS before the fleet")
     if config.server.port == 0:
         raise ConfigError("[fleet] port: Ray does not tell which free port it took; give a number")
-    # Without keys of clients too: engines are reached over the network.
+    # Engines get a key even if clients have none, since they are reachable over the network.
     key, environ = engine_keys(admins)
     fleet = RayFleet(
         config=config,
@@ -261,13 +263,13 @@ def build_application(
 
 
 def is_one_machine() -> bool:
-    """There is no cluster yet: one of this machine alone is made."""
+    """Whether no cluster is configured, so that Ray starts one on this machine only."""
     return not os.environ.get("RAY_ADDRESS")
 
 
 def run_on_ray(application: Any, host: str, port: int) -> None:
-    """Serve on the cluster of RAY_ADDRESS, else on this machine, until SIGINT or SIGTERM; SIGHUP
-    has the fleet's files read again.
+    """Serve on the cluster of RAY_ADDRESS, else on this machine, until SIGINT or SIGTERM. SIGHUP
+    requests that the fleet's files are read again.
     """
     stop: list[int] = []
     reloads: list[int] = []

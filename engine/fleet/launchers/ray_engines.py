@@ -1,8 +1,8 @@
-"""The actors of a fleet on Ray: engines, each a process of its own, and the directory that knows
-where they are.
+"""The actors of a fleet on Ray: engines, each with its own process, and the directory of their
+addresses.
 
-A replica over several hosts is an actor for each of them, one to a bundle of the replica's
-placement group. The first is Serve's, and has the others; if one of them is lost, all end.
+A replica over several hosts has one actor per host, one in each bundle of the replica's placement
+group. Serve owns the first actor, which owns the others. If one of them is lost, all end.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from jitney.engine.server import ServerSettings
 _log = logging.getLogger("jitney.fleet")
 
 _DIRECTORY = "jitney-fleet-directory"
-#: Seconds after which an engine that says nothing to the directory is struck off.
+#: Seconds without an announcement after which the directory no longer lists an engine.
 _SILENT_S = 10.0
-#: Seconds between two looks at whether an engine is ready.
+#: Seconds between two checks whether an engine is ready.
 _LOOK_S = 0.1
 
 
@@ -52,35 +52,35 @@ _LOOK_S = 0.1
 class RayFleet:
     """Arguments of every actor of a fleet."""
 
-    #: Seconds beyond the drain's that an engine gets to end.
+    #: Seconds after the drain that an engine has to end.
     grace_s: ClassVar[float] = 10.0
 
     config: FleetConfig
     settings: ServerSettings
-    #: The environment of engines: the keys that they accept.
+    #: Environment variables of engines, with the keys that they accept.
     environ: dict[str, str]
-    #: The key that they are asked with.
+    #: API key that the fleet sends to its engines.
     key: str
-    #: That engines of `urls` are asked with; empty: the client's own.
+    #: API key for engines of `urls`; empty: the client's own key is passed on.
     url_key: str = ""
-    #: Runs an engine.
+    #: Python module that runs an engine.
     module: str = ENGINE_MODULE
-    #: Where engines listen; empty: at their node's address.
+    #: Address on which engines listen; empty: their node's address.
     host: str = ""
-    #: The fleet's file as it is now, read on the node of the ingress. Raises ConfigError. None: it
-    #: is not read again.
+    #: Reads the fleet's file again, on the node of the ingress. Raises ConfigError. None: no
+    #: reloads.
     read: Callable[[], FleetConfig] | None = None
 
 
 class Directory:
-    """Where the engines are: name -> (arm, URL, when it last said so); which arms rest; and what
-    reloads change: the ingress reads the files when it is asked to, and engines take their keys
-    from here.
+    """Actor with the addresses of engines, name -> (arm, URL, time of the last announcement); the
+    resting arms; and the state of reloads: it passes requests for a reload to the ingress, and the
+    engines' keys from the ingress to the engines.
     """
 
-    #: Of Ray's actors, this one among them.
+    #: Namespace of all the fleet's Ray actors.
     namespace: ClassVar[str] = "jitney"
-    #: Seconds between two words of an engine to it.
+    #: Seconds between two announcements of an engine.
     announce_s: ClassVar[float] = 1.0
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Directory:
         self._reloads = 0
 
     def announce(self, name: str, arm: str, url: str) -> bool:
-        """Where an engine is. Returns whether its arm rests."""
+        """Record the address of an engine. Returns whether its arm rests."""
         self._known[name] = (arm, url, time.monotonic())
         return arm in self._resting
 
@@ -98,7 +98,7 @@ class Directory:
         self._known.pop(name, None)
 
     def engines(self, arm: str) -> dict[str, str]:
-        """Name -> URL, of those that are heard of."""
+        """Name -> URL of an arm's engines with a recent announcement."""
         now = time.monotonic()
         return {
             name: url
@@ -107,7 +107,7 @@ class Directory:
         }
 
     def let_rest(self, arm: str, rests: bool) -> None:
-        """Whether no engines of an arm are wanted for now."""
+        """Set whether an arm rests: its engines are not needed for now."""
         if rests:
             self._resting.add(arm)
         else:
@@ -117,30 +117,30 @@ class Directory:
         return arm in self._resting
 
     def ask_for_reload(self) -> None:
-        """The fleet's files are to be read again."""
+        """Request that the fleet's files are read again."""
         self._reloads += 1
 
     def reloads(self) -> int:
-        """How often that was asked for."""
+        """Number of requested reloads."""
         return self._reloads
 
     def set_environ(self, key: str, environ: dict[str, str]) -> None:
-        """What engines take over of their environment. key: that their fleet asks them with."""
+        """Set the environment variables that engines take over. key: the fleet's key for them."""
         self._environ = {key: environ}
 
     def environ(self, key: str) -> dict[str, str]:
-        """The same; empty until their ingress has said it: a fleet that ended without a word leaves
-        the directory as it is.
+        """The variables that engines take over; empty until their ingress has set them. The key
+        tells fleets apart, since a fleet that crashed leaves its directory behind.
         """
         return self._environ.get(key, {})
 
     @classmethod
     def of_cluster(cls) -> Any:
-        """The actor of this cluster; made if there is none. Outside any placement group: that of
-        the engine that makes it ends with that engine.
+        """The directory of this cluster; created if there is none. It is outside any placement
+        group, since the group of the engine that creates it ends with that engine.
         """
         actor: Any = ray.remote(cls)
-        no_group: Any = None  # as documented; the annotation does without
+        no_group: Any = None  # documented by Ray, but not in its annotation
         return actor.options(
             num_cpus=0,
             name=_DIRECTORY,
@@ -154,12 +154,12 @@ class Directory:
 
 def _actor_id() -> str:
     own = ray.get_runtime_context().get_actor_id()
-    assert own is not None  # only actors ask
+    assert own is not None  # only actors call this
     return own
 
 
 def _node_address() -> str:
-    """Address of the node of an actor, as the cluster knows it."""
+    """Address of this actor's node in the cluster."""
     own = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
 
@@ -170,15 +170,15 @@ class _EngineChild:
     def __init__(self, fleet: RayFleet, arm: str, name: str):
         self._fleet, self._arm = fleet, arm
         self.name = name
-        #: The keys that it accepts.
+        #: Environment variables with the keys that it accepts.
         self._environ = fleet.environ
-        #: Where it listens.
+        #: Address on which it listens.
         self.host = fleet.host or _node_address()
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, place: ReplicaHost | None) -> None:
-        """place: where it is one of several hosts. Raises OSError."""
+        """Start the process. place: its host in a replica on several hosts. Raises OSError."""
         fleet = self._fleet
         model, section = fleet.config.arms[self._arm]
         port = free_port(self.host)
@@ -201,7 +201,7 @@ class _EngineChild:
 
     @property
     def has_ended(self) -> bool:
-        """It was started, and runs no more."""
+        """Whether it was started and has ended."""
         return self._process is not None and _has_ended(self._process)
 
     def kill(self) -> None:
@@ -210,7 +210,7 @@ class _EngineChild:
                 self._process.kill()
 
     async def drain(self) -> None:
-        """Let it finish what it has, and end it."""
+        """Let it finish its requests, then end it."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -223,14 +223,14 @@ class _EngineChild:
 
 
 class _HostActor:
-    """One of a replica's hosts, but its first."""
+    """Actor for a replica's host other than the first."""
 
     def __init__(self, fleet: RayFleet, arm: str, name: str, place: ReplicaHost):
         self._child = _EngineChild(fleet, arm, name)
         self._place = place
 
     async def start(self) -> str:
-        """-> where it serves, if it does. Raises OSError."""
+        """Start its process and return its URL. Raises OSError."""
         await self._child.start(self._place)
         return self._child.url
 
@@ -248,8 +248,8 @@ class _HostActor:
 
 
 class EngineActor:
-    """One replica of an arm (`FleetConfig.arms`), for as long as Serve keeps the actor: an engine,
-    one over several hosts, or several that share experts.
+    """Actor for one replica of an arm (`FleetConfig.arms`): an engine, an engine on several hosts,
+    or several engines that share experts.
     """
 
     async def __init__(self, fleet: RayFleet, arm: str):
@@ -257,7 +257,7 @@ class EngineActor:
         section = fleet.config.arms[arm].section
         self._n_hosts, self._wanted = section.n_hosts, section.ray
         settings = engine_config(fleet.config.file, arm, section).engine
-        #: That every host serves HTTP, as those do that share experts.
+        #: Whether every host serves HTTP, as engines that share experts do.
         self._all_serve = settings.data_parallel > 1
         self._name = f"{arm}-{_actor_id()[:8]}"
         self._directory = Directory.of_cluster()
@@ -265,13 +265,13 @@ class EngineActor:
         timing = fleet.config.fleet
         self._watch = Watch(self._client, poll_s=timing.poll_s, lost_after_s=timing.lost_after_s)
         self._child = _EngineChild(fleet, arm, self._name)
-        #: The other hosts.
+        #: Actors of the other hosts.
         self._others: list[Any] = []
-        #: Its engines as they are looked at.
+        #: Its engines, with polled states.
         self._replicas: list[Replica] = []
         self._living: asyncio.Task[None] | None = None
         if isinstance(section, CandidateSection):
-            # Serve waits for no candidate: the model is served without it.
+            # Serve does not wait for a candidate, since the model can be served without it.
             self._living = asyncio.create_task(self._live_as_candidate())
             return
         await self._start()
@@ -300,10 +300,10 @@ class EngineActor:
         self._watch.begin(self._replicas)
 
     def _make_host(self, place: ReplicaHost) -> Any:
-        """An actor for another host, in its bundle of the replica's group."""
+        """Create the actor for another host, in its bundle of the replica's placement group."""
         actor: Any = ray.remote(_HostActor)
         group = get_current_placement_group()
-        assert group is not None  # `build_application` saw to that
+        assert group is not None  # set by `build_application`
         return actor.options(
             **self._wanted.actor_options,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -315,13 +315,13 @@ class EngineActor:
         return f"{self._name}.{host_id}"
 
     async def _until_ready(self) -> None:
-        """Wait for all engines; Serve bounds how long. Raises JitneyError."""
+        """Wait until all engines are ready; Serve has the timeout. Raises JitneyError."""
         while any(replica.state != "ready" for replica in self._replicas):
             await self.check_health()
             await asyncio.sleep(_LOOK_S)
 
     async def _announce(self) -> None:
-        """Until the process ends, or is to end since its arm rests."""
+        """Announce the engines regularly until the process ends or the arm rests."""
         while not self._child.has_ended:
             try:
                 await self._take_keys()
@@ -334,16 +334,18 @@ class EngineActor:
             await asyncio.sleep(Directory.announce_s)
 
     async def _take_keys(self) -> None:
-        """Accept the keys that the last reload found. Raises RayError."""
+        """Accept the keys of the last reload. Raises RayError."""
         environ = await self._directory.environ.remote(self._fleet.key)
         if environ:
             self._child.take(environ)
-            told = [other.take.remote(environ) for other in self._others]
-            await asyncio.gather(*told, return_exceptions=True)  # `check_health` sees who is lost
+            updates = [other.take.remote(environ) for other in self._others]
+            await asyncio.gather(
+                *updates, return_exceptions=True
+            )  # `check_health` finds lost hosts
 
     async def _live_as_candidate(self) -> None:
-        """Start the engine whenever the candidate is to have requests, and let it go when it is
-        not. One that cannot start is given up: it would not next time either.
+        """Run the engine while the candidate gets requests, and end it while its arm rests. After a
+        failed start it is not started again, since it would fail again.
         """
         while True:
             await self._until_wanted()
@@ -356,7 +358,7 @@ class EngineActor:
                 return
             await self._announce()
             if self._child.has_ended:
-                return  # Serve hears of it by `check_health`
+                return  # Serve learns of it by `check_health`
             _log.info("candidate: %s ends, since it is to have no requests", self._name)
             await self._end()
 
@@ -370,16 +372,16 @@ class EngineActor:
             await asyncio.sleep(Directory.announce_s)
 
     def _lost_directory(self, error: RayError) -> None:
-        """Find the directory again after an error: it is started anew."""
+        """Get the directory again after an error, since Ray restarts it."""
         _log.warning("the directory of engines does not answer: %s", error)
         self._directory = Directory.of_cluster()
 
     async def check_health(self) -> None:
-        """Serve replaces the actor if this raises. Raises JitneyError."""
+        """Raise JitneyError if a process has ended; Serve then replaces the actor."""
         lost = await self._lost()
         if lost is None:
             return
-        # Nothing that the others compute with that host comes to an end.
+        # The other hosts wait for the lost one for ever, so they are killed.
         self._child.kill()
         for other in self._others:
             with suppress(RayError):
@@ -395,7 +397,7 @@ class EngineActor:
         return None
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for Serve's autoscaling policy."""
+        """The metrics for Serve's autoscaling policy."""
         waits = [replica.predicted_wait for replica in self._replicas]
         loads = [replica.load for replica in self._replicas]
         seats = [replica.seats for replica in self._replicas]
@@ -410,7 +412,7 @@ class EngineActor:
         await self._client.aclose()
 
     async def _end(self) -> None:
-        """Leave the directory, drain the engine and end it; the other hosts end after it."""
+        """Leave the directory, drain the engine and end it, then end the other hosts."""
         replicas, self._replicas = self._replicas, []
         others, self._others = self._others, []
         with suppress(RayError):
@@ -426,7 +428,7 @@ class EngineActor:
 
 
 async def _is_lost(host: Any) -> bool:
-    """The process of another host has ended, or its actor has."""
+    """Whether the process or the actor of another host has ended."""
     try:
         return await host.has_ended.remote()
     except RayError:
@@ -440,11 +442,11 @@ async def _drain_host(host: Any) -> None:
 
 
 def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Asked of the system itself: the loop, which is Serve's, may hear of a child's end late."""
+    """Whether a process has ended, asked from the system: Serve's event loop may notice it late."""
     if process.returncode is not None:
         return True
     try:
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # its status was read already
         return True
-    return found is not None
+    return status is not None

@@ -1,6 +1,6 @@
-"""Whether what an engine says is an answer of the API: of the media type that was asked for, and
-JSON with the field that holds a route's answers. Anything can answer 200: a proxy's page, another
-program behind the same port.
+"""Checks whether a body is an answer of the API: it has the requested media type, and is JSON with
+the field that holds a route's answers. Other programs can answer 200 too, such as a proxy or
+another server at the same port.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jitney.engine.fleet.forwarding import STREAMS
 from jitney.engine.fleet.request import ProxiedRequest
 
 _JSON = "application/json"
-#: Begins the data of a server-sent event; and the last one's, in some forms.
+#: Start of the data of a server-sent event; data of the last event in some forms.
 _DATA, _DONE = b"data:", b"[DONE]"
-#: One of these stands in the last event of a stream that has come to its end.
+#: The last event of a complete stream contains one of these.
 _ENDS = (
     b"data: [DONE]",
     b"message_stop",
@@ -27,7 +27,7 @@ _ENDS = (
     b'"done":true',
     b'"done": true',
 )
-#: Routes of Ollama's API stream unless they are told not to.
+#: Prefix of Ollama's routes, which stream unless the request disables it.
 _OLLAMA = "/api/"
 
 
@@ -48,7 +48,7 @@ class _Chat(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """choices: none in one that only has the usage."""
+    """A chunk. choices: empty in a chunk with only the usage."""
 
     choices: list[msgspec.Raw]
 
@@ -73,7 +73,7 @@ class _Answer(msgspec.Struct):
     """Any JSON object."""
 
 
-#: Route -> a plain answer, and an event of a stream.
+#: Route -> (form of an answer without streaming, form of an event of a stream).
 _SHAPES: Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]] = {
     "/v1/completions": (_Completion, _Chunk),
     "/v1/chat/completions": (_Chat, _Chunk),
@@ -88,10 +88,10 @@ _SHAPES: Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]] = {
 class AnswerShape:
     """The form that the answer to one request must have."""
 
-    #: None: the route's answers are JSON, and more is not looked at.
+    #: Form of an answer without streaming; None: any JSON.
     _plain: type[msgspec.Struct] | None
     _event: type[msgspec.Struct]
-    #: The client asked for a stream.
+    #: Whether the client asked for a stream.
     streams: bool
 
     @classmethod
@@ -102,23 +102,23 @@ class AnswerShape:
         return cls(plain, event, stream is True or (by_default and stream is not False))
 
     def is_of_its_kind(self, media_type: str) -> bool:
-        """Whether a 200 of this media type can be the answer."""
+        """Whether an answer of status 200 may have this media type."""
         if self._plain is None:
             return media_type in STREAMS or media_type == _JSON
         return media_type in STREAMS if self.streams else media_type == _JSON
 
     def fits(self, body: bytes) -> bool:
-        """Whether the whole body of a 200 that is no stream is an answer of the route."""
+        """Whether the complete body of a 200 without streaming is an answer of the route."""
         return self._plain is None or _is_json(body, self._plain)
 
     @staticmethod
     def is_error(body: bytes) -> bool:
-        """Whether the body of a refusal is the API's: a page of a proxy is not."""
+        """Whether the body of a refusal is JSON as in the API, unlike the page of a proxy."""
         return _is_json(body, _Answer)
 
     def fits_events(self, part: bytes) -> bool | None:
-        """Whether the first event of these that has data is one of the route's stream; None: none
-        has any. part: whole events.
+        """Whether the first event with data has the form of the route's stream; None if no event
+        has data. part: whole events.
         """
         for line in part.splitlines():
             data = line.removeprefix(_DATA).strip()
@@ -130,18 +130,18 @@ class AnswerShape:
 
     @staticmethod
     def has_data(part: bytes) -> bool:
-        """Whether these events say more than that the server lives."""
+        """Whether the events hold data, not only keep-alives."""
         return _DATA in part or part.lstrip().startswith(b"{")
 
     @staticmethod
     def ends(part: bytes) -> bool:
-        """Whether a stream that ended with these events has come to its end."""
+        """Whether a stream that ends with these events is complete."""
         return any(end in part for end in _ENDS)
 
 
 def _is_json(data: bytes, shape: type[msgspec.Struct]) -> bool:
     try:
         msgspec.json.decode(data, type=shape)
-    except msgspec.DecodeError:  # not JSON, or of another shape
+    except msgspec.DecodeError:  # not JSON, or another form
         return False
     return True

@@ -1,10 +1,10 @@
-"""A model with a candidate beside it: keys that stick to an arm, and answers that are measured as
-they pass, of which nothing is read twice or kept.
+"""A model with a candidate: each key stays with one arm, and answers are measured as they pass,
+without being parsed twice or stored.
 
-A request that the candidate fails before its answer begins is answered by the stable arm: the
-failure is counted, and the client need not know. It fails by an error, by what is no answer of the
-API, and by saying nothing for much longer than the stable arm's engines do. A refusal of the
-request itself is the client's fault if the stable arm refuses it as well.
+If the candidate fails before its answer begins, the stable arm answers: the failure is counted, and
+the client does not see it. Failures are errors, bodies that are no answer of the API, and silence
+for much longer than the stable arm's engines need. If the candidate refuses the request itself, the
+client is at fault if the stable arm refuses it as well.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from jitney.engine.fleet.rollout.measuring import UsageWatch
 from jitney.engine.fleet.rollout.rollout import Action, KeyPlace, Rollout
 from jitney.engine.server import ErrorReply, HttpError
 
-#: Routes whose answers are compared, background requests excepted; other routes go to a key's arm
-#: as well.
+#: Routes whose answers are compared, except background requests; requests of all routes go to
+#: their key's arm.
 _COMPARED = frozenset(
     {
         "/v1/completions",
@@ -46,41 +46,41 @@ _COMPARED = frozenset(
         "/api/generate",
     }
 )
-#: Characters of a prompt that are its key where a request names no user.
+#: Characters of a prompt that are its key if a request names no user.
 _KEY_CHARS = 1024
 _HOUR_S = 3600.0
-#: Statuses: of an answer, of a refusal for lack of room, the first of an engine's and of a client's
-#: faults, and of what is no answer of the API, or none in time.
+#: HTTP statuses: of an answer; of a refusal because engines are full; the lowest of server errors;
+#: the lowest of client errors; of a body that is no answer of the API, or of no answer in time.
 _OK, _FULL, _SERVER_ERROR, _CLIENT_ERROR, _NO_ANSWER = 200, 429, 500, 400, 502
-#: How many times as long as the slowest of the stable arm a candidate may take, and how much of
-#: that one's time is left after each quicker one: after a hundred, a third. Seconds after which a
-#: client may leave one that takes longer, and that counts as the candidate's failure.
+#: A candidate may take this many times the slowest time of the stable arm; that slowest time decays
+#: by this factor with each answer (to a third after a hundred). Least seconds after which a client
+#: that leaves an overdue answer counts as the candidate's failure.
 _TIMES_SLOWER, _FADE, _LEAST_OVERDUE_S = 3.0, 0.99, 1.0
-#: How the API ends a stream that went wrong; the last one is a line of its own.
+#: Events with which the API ends a failed stream; the last one begins a JSON line.
 _ERRORS = (b'data: {"error"', b"event: error\n", b"event: response.failed\n", b'\n{"error"')
 
 
 async def _nowhere() -> None:
-    """Nothing is kept."""
+    """Default of `keep`: nothing is saved."""
 
 
 @dataclass(slots=True)
 class ModelWithCandidate:
-    """Two arms under one name."""
+    """A model of two arms, stable and candidate, under one name."""
 
     stable: ReplicatedModel
     candidate: ReplicatedModel
     rollout: Rollout
-    #: Of one engine of each arm, an hour; in a unit of the operator's.
+    #: Price of one engine of each arm per hour, in the operator's unit.
     prices: Mapping[ArmName, float] = field(default_factory=lambda: dict.fromkeys(ARMS, 1.0))
-    #: Seconds.
+    #: Returns the time in seconds.
     clock: Callable[[], float] = time.monotonic
-    #: Seconds that the candidate may say nothing for, at least.
+    #: Least timeout of the candidate: seconds without any output.
     timeout_s: float = 10.0
-    #: Puts what is known on disk, after a decision.
+    #: Saves the rollout to disk; called after a decision.
     keep: Callable[[], Awaitable[None]] = _nowhere
-    #: Whether the candidate has been ready since the last decision by hand: until then it is on its
-    #: way, and that is no failure.
+    #: Whether the candidate has been ready since the last decision by hand; until then its engines
+    #: are starting, which is no failure.
     _has_begun: bool = False
     _pace: _Pace = field(default_factory=lambda: _Pace())
 
@@ -102,9 +102,9 @@ class ModelWithCandidate:
     async def keeper_of(self, request: ProxiedRequest, path: str) -> Replica | None:
         """See `FleetModel`."""
         for name in ARMS:
-            found = await self.arm(name).keeper_of(request, path)
-            if found is not None:
-                return found
+            replica = await self.arm(name).keeper_of(request, path)
+            if replica is not None:
+                return replica
         return None
 
     @asynccontextmanager
@@ -114,10 +114,10 @@ class ModelWithCandidate:
             yield await self._answer_of(stack, request)
 
     async def _answer_of(self, stack: AsyncExitStack, request: ProxiedRequest) -> ProxiedAnswer:
-        """An arm's answer; the stack ends it."""
-        kept = self._keeping(request)
-        if kept is not None:
-            return await stack.enter_async_context(self.arm(kept).answer(request))
+        """An arm's answer; closing the stack closes it."""
+        only_arm = self._keeping(request)
+        if only_arm is not None:
+            return await stack.enter_async_context(self.arm(only_arm).answer(request))
         place = self.rollout.place(_key_of(request))
         if place.arm == "candidate" and self._may_try():
             return await self._of_candidate(stack, place, request)
@@ -127,7 +127,7 @@ class ModelWithCandidate:
         return answer
 
     def _keeping(self, request: ProxiedRequest) -> ArmName | None:
-        """The arm of the only engine that can answer, if there is but one."""
+        """The arm of the only engine that can answer; None if any engine can."""
         if not request.keeper:
             return None
         names = [each.name for each in self.candidate.replicas]
@@ -136,7 +136,7 @@ class ModelWithCandidate:
     async def _of_candidate(
         self, stack: AsyncExitStack, place: KeyPlace, request: ProxiedRequest
     ) -> ProxiedAnswer:
-        """The candidate's answer, or the stable arm's in its place."""
+        """The candidate's answer, or the stable arm's if the candidate fails."""
         is_refused = False
         if self.candidate.ready:
             own = await stack.enter_async_context(AsyncExitStack())
@@ -156,7 +156,7 @@ class ModelWithCandidate:
         return answer
 
     async def decide(self, action: Action) -> None:
-        """Decide by hand. Engines of a candidate that was rolled back start again."""
+        """Apply an operator's decision. Engines of a candidate that was rolled back start again."""
         self.rollout.decide(action)
         self._has_begun = False
         await self.keep()
@@ -170,8 +170,8 @@ class ModelWithCandidate:
     async def _watched(
         self, place: KeyPlace, request: ProxiedRequest
     ) -> AsyncIterator[tuple[ProxiedAnswer, _AnswerWatch]]:
-        """An arm's answer, the candidate's once it has begun and is known to be one; what became of
-        it is observed when it is over.
+        """An arm's answer; a candidate's only once its first bytes are valid. The outcome is
+        recorded when the context is left.
         """
         is_judged = place.arm == "candidate" and self.rollout.state == "running"
         limit_s = self.timeout_s if is_judged else None
@@ -195,17 +195,17 @@ class ModelWithCandidate:
             self.rollout.observe(place, outcome)
 
     def _is_busier(self, arm: ArmName, watch: _AnswerWatch) -> bool:
-        """A refusal of the busier arm says nothing of its engines."""
+        """Whether the busier arm refused: such a refusal does not count against its engines."""
         other: ArmName = "stable" if arm == "candidate" else "candidate"
         return watch.is_full and self._load(arm) > self._load(other) and self.arm(other).ready
 
     def _load(self, arm: ArmName) -> float:
-        """Requests at one of its engines that are ready, on average."""
+        """Mean requests at an arm's ready engines."""
         engines = self.arm(arm).engines
         return engines.total / max(1, len(engines.loads))
 
     def report(self) -> JsonDict:
-        """As `Rollout.report`, with the names of each arm's engines."""
+        """`Rollout.report` with the names of each arm's engines."""
         report = self.rollout.report()
         for name in ARMS:
             replicas = self.arm(name).replicas
@@ -214,9 +214,9 @@ class ModelWithCandidate:
 
 
 def _key_of(request: ProxiedRequest) -> bytes:
-    """The key that sticks to an arm: the user by the request's own word (`user`,
-    `safety_identifier`, `metadata.user_id`), else its conversation (`prompt_cache_key`, the header
-    x-session-id), else the beginning of its prompt.
+    """The key that decides the arm: the user that the request names (`user`, `safety_identifier`,
+    `metadata.user_id`), else its conversation (`prompt_cache_key`, the header x-session-id), else
+    the beginning of its prompt.
     """
     fields = request.fields
     metadata = fields.get("metadata")
@@ -230,7 +230,7 @@ def _key_of(request: ProxiedRequest) -> bytes:
 
 
 def _is_failure(status: int) -> bool:
-    """True for answers that are the engine's fault, lack of room included."""
+    """Whether a status is the engine's fault; a full engine counts."""
     return status == _FULL or status >= _SERVER_ERROR
 
 
@@ -239,13 +239,13 @@ def _status_of(error: Exception) -> int:
 
 
 class _Silent(JitneyError):
-    """The candidate says nothing for too long."""
+    """The candidate has sent nothing for too long."""
 
 
 class _Wait(NamedTuple):
-    """A kind of wait; waits of one kind take about as long."""
+    """A kind of wait; waits of the same kind take about the same time."""
 
-    #: Of an answer: that it begins (a plain one: that it is there), or the next piece.
+    #: "first": for an answer's first bytes (all of it without streaming). "next": for more.
     what: Literal["first", "next"]
     route: str
     streams: bool
@@ -257,73 +257,73 @@ class _Wait(NamedTuple):
 
 
 class _Pace:
-    """How long the stable arm takes, which says how long a candidate may. Seconds."""
+    """Measures the stable arm's waits in seconds, which determine the candidate's timeout."""
 
     def __init__(self) -> None:
         self._slowest: dict[_Wait, float] = {}
-        #: Since when each answer of the stable arm is waited for, the oldest first.
+        #: Kind of wait -> answer of the stable arm -> start of its current wait, the oldest first.
         self._open: dict[_Wait, dict[object, float]] = {}
 
     def begin(self, wait: _Wait, answer: object, now: float) -> None:
-        """An answer of the stable arm is waited for."""
+        """Record that a wait on an answer of the stable arm begins."""
         self._open.setdefault(wait, {})[answer] = now
 
     def end(self, wait: _Wait, answer: object) -> None:
-        """The answer is not waited for any more."""
+        """Record that the wait on an answer of the stable arm has ended."""
         self._open[wait].pop(answer, None)
 
     def took(self, wait: _Wait, seconds: float) -> None:
-        """One has been waited for so long."""
+        """Record the length of a wait on the stable arm."""
         self._slowest[wait] = max(seconds, _FADE * self._slowest.get(wait, 0.0))
 
     def limit(self, wait: _Wait, now: float, least_s: float) -> float:
-        """How long the candidate may take; rises while the stable arm takes its time too."""
+        """The candidate's timeout; it rises while an answer of the stable arm is overdue, too."""
         oldest = next(iter(self._open.get(wait, {}).values()), now)
         slowest = max(now - oldest, self._slowest.get(wait, 0.0))
         return max(least_s, _TIMES_SLOWER * slowest)
 
     def knows(self, wait: _Wait) -> bool:
-        """An answer of the stable arm has been waited for."""
+        """Whether a wait of this kind on the stable arm was measured."""
         return wait in self._slowest
 
 
 @dataclass(eq=False, slots=True)
 class _AnswerWatch:
-    """One answer on its way to the client. Seconds of `clock`."""
+    """Measures one answer on its way to the client. Times are seconds of `clock`."""
 
     request: ProxiedRequest
     clock: Callable[[], float]
     pace: _Pace
-    #: Of one of the arm's engines, an hour.
+    #: Price of one of the arm's engines per hour.
     price: float
-    #: It is the candidate's: seconds that it may say nothing for, at least, and nothing is passed
-    #: on before it is known to be an answer. None: it is the stable arm's.
+    #: Least timeout of a candidate's answer, seconds; its body is passed on once the first bytes
+    #: are valid. None: an answer of the stable arm, without timeout.
     limit_s: float | None = None
     begun: float = field(init=False)
     shape: AnswerShape = field(init=False)
-    #: What is waited for, since when, and the longest that a piece was waited for.
+    #: The current wait, its start, and the longest wait for a further piece.
     _wait: _Wait = field(init=False)
     _since: float = field(init=False)
     _longest_s: float = 0.0
-    #: Looks whether that is too long.
+    #: Checks the timeout of the current wait.
     _timer: asyncio.TimerHandle | None = None
-    #: Of the answer; 0: there was none.
+    #: HTTP status of the answer; 0 without an answer.
     _status: int = 0
     _is_stream: bool = False
-    #: Until the first token.
+    #: Seconds until the first token; mean requests at the engine until then.
     _first_s: float | None = None
     _first_load: float | None = None
     _share: EngineShare | None = None
     _usage: UsageWatch = field(default_factory=UsageWatch)
-    #: An event of it was one of its route's.
+    #: Whether an event had the form of its route.
     _is_proven: bool = False
-    #: It says itself that it failed, or is no answer.
+    #: Whether the stream contains an error event or is no answer of its route.
     _broken: bool = False
-    #: All of it came.
+    #: Whether the body was read to its end.
     _whole: bool = False
-    #: The last events that said something.
+    #: The last events that hold data.
     _last: bytes = b""
-    #: It refuses for lack of room, or for the client's own limits.
+    #: Whether it is a refusal by full engines, or for the client's own limits.
     is_full: bool = False
     is_own_limit: bool = False
 
@@ -335,7 +335,7 @@ class _AnswerWatch:
             self.pace.begin(self._wait, self, self.begun)
 
     async def of(self, answer: ProxiedAnswer) -> ProxiedAnswer:
-        """The same answer, watched."""
+        """The same answer, measured while it is read."""
         self._status, self._share = answer.status, answer.share
         self._is_stream = answer.status == _OK and answer.is_stream
         if answer.status == _OK and not self.shape.is_of_its_kind(answer.media_type):
@@ -346,7 +346,7 @@ class _AnswerWatch:
         return replace(answer, body=body if self.limit_s is None else await self._proven(body))
 
     async def _plain(self, answer: ProxiedAnswer) -> ProxiedAnswer:
-        """One that is no stream: all of it is there, unless it is very long."""
+        """An answer that is no stream. Its first part is all of it, unless it is very long."""
         body = aiter(answer.body)
         first = await anext(body, b"")
         self._hear()
@@ -364,7 +364,7 @@ class _AnswerWatch:
         return replace(answer, body=self._watched(joined([first] if first else [], body)))
 
     async def _proven(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The body of a stream, once it is known to be one of its route's, or not to be."""
+        """The body of a stream, once its first event is known to be valid or not."""
         held: list[bytes] = []
         async for part in body:
             held.append(part)
@@ -374,22 +374,22 @@ class _AnswerWatch:
 
     @property
     def is_answer(self) -> bool:
-        """As far as is known now."""
+        """Whether it is a valid answer so far."""
         return self._status == _OK and not self._broken
 
     @property
     def failed(self) -> bool:
-        """As far as is known now."""
+        """Whether it has failed so far."""
         return self._broken or _is_failure(self._status)
 
     def refused(self, status: int) -> None:
-        """There is no answer but an error of this status."""
+        """Record an error with this status instead of an answer."""
         self._status = status
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """A wait for the candidate, which ends with _Silent once it has said nothing for too long;
-        for the stable arm, without an end.
+        """Context for a wait. For the candidate it raises _Silent after its timeout without output;
+        for the stable arm it has no timeout.
         """
         if self.limit_s is None:
             yield
@@ -408,7 +408,7 @@ class _AnswerWatch:
                 self._timer.cancel()
 
     def _check(self, deadline: asyncio.Timeout, limit_s: float) -> None:
-        """Whether it has said nothing for too long: now, and whenever that may be."""
+        """End the wait if its timeout has passed; otherwise check again when it may have."""
         loop = asyncio.get_running_loop()
         left_s = self._left_s(limit_s)
         if left_s > 0:
@@ -417,12 +417,12 @@ class _AnswerWatch:
             deadline.reschedule(loop.time())
 
     def _left_s(self, least_s: float) -> float:
-        """Seconds until the candidate has said nothing for too long."""
+        """Seconds left until the candidate's timeout."""
         now = self.clock()
         return self._since + self.pace.limit(self._wait, now, least_s) - now
 
     def _hear(self) -> None:
-        """It says something: from now on the next piece is waited for."""
+        """Record output: the current wait ends, and the wait for the next piece begins."""
         now = self.clock()
         if self.limit_s is None:
             self.pace.end(self._wait, self)
@@ -447,8 +447,8 @@ class _AnswerWatch:
             self._broken = True
 
     async def _next(self, body: AsyncIterator[bytes]) -> bytes | None:
-        """The next part; None: there is none. Raises _Silent in the middle of a stream: before,
-        who waits for the stream to begin does.
+        """The next part; None at the end. Raises _Silent in the middle of a stream; before its
+        first event, the caller's `in_time` does.
         """
         if not self._is_proven:
             return await anext(body, None)
@@ -471,11 +471,11 @@ class _AnswerWatch:
 
     @property
     def _tokens(self) -> int:
-        """Output tokens; of a plain answer by its usage alone, since its text is one piece."""
+        """Output tokens. Without streaming only the usage counts, since the text is one piece."""
         return self._usage.tokens if self._is_stream else self._usage.output or 0
 
     def end(self) -> RequestOutcome | None:
-        """The outcome at the end; None: it says nothing of the engine."""
+        """The outcome at the end; None if it says nothing about the engine."""
         if self.limit_s is None:
             self.pace.end(self._wait, self)
             if self._longest_s:
@@ -496,7 +496,7 @@ class _AnswerWatch:
 
     @property
     def _was_overdue(self) -> bool:
-        """The client left, and had waited much longer than for the stable arm."""
+        """Whether the client left after waiting much longer than the stable arm takes."""
         if self.limit_s is None or self._whole:
             return False
         is_known = self.pace.knows(self._wait)

@@ -1,40 +1,41 @@
-"""Two arms of one model compared while requests come: how much faster, dearer or more faulty the
-candidate is at equal load, with intervals that hold however often one looks.
+"""Compares two arms of one model while requests come: how the candidate's speed, cost and error
+rate differ at equal load, with confidence intervals that hold however often they are read.
 
 **The figure.** Times and rates are skewed, so their logarithms are compared: the difference of two
 means of logarithms is the logarithm of a ratio (of geometric means), and Welch's variance, each
 arm's own over its own number, fits arms of unlike size and spread (B. L. Welch, "The generalization
 of 'Student's' problem when several different population variances are involved", Biometrika 34,
-1947). A bootstrap would need all requests kept, and says nothing of looking more than once. Errors
+1947). A bootstrap would have to store all requests, and is not valid if read more than once. Errors
 are compared as a difference of shares.
 
 **Equal load.** An engine with a tenth of the requests answers each of them faster. So speeds are
 compared within strata: requests whose engine had equally many requests meanwhile, to an eighth of
 a power of two, and whose answers are about as long (the load around a short answer varies more, and
 short answers are slower for each token). The estimate is that of a regression with a level for each
-stratum: each stratum counts by s c / (s + c), with s and c the requests of the arms, so one that an
-arm never had counts nothing; residuals are divided by sqrt(1 - 1 / (s + c)), since each level is
-estimated too (HC2; J. G. MacKinnon, H. White, "Some Heteroskedasticity-Consistent Covariance Matrix
-Estimators", Journal of Econometrics 29, 1985). With one stratum this is Welch's comparison.
-What remains of unlike load grows with the distance of the arms' loads: `_Figure.drift`.
+stratum: each stratum has the weight s c / (s + c), with s and c the requests of the arms, so a
+stratum without requests of one arm has weight zero; residuals are divided by sqrt(1 - 1 / (s + c)),
+since each level is estimated too (HC2; J. G. MacKinnon, H. White, "Some
+Heteroskedasticity-Consistent Covariance Matrix Estimators", Journal of Econometrics 29, 1985). With
+one stratum this is Welch's comparison. The remaining effect of unequal load grows with the
+difference of the arms' loads: `_Figure.drift`.
 
-**The unit.** Keys stick to an arm, so a key's requests are alike and are no independent evidence:
-variances are taken over clusters of keys, not over requests (A. Deng, U. Knoblich, J. Lu, "Applying
-the Delta Method in Metric Analytics", KDD 2018). A cluster is one of `Comparison.clusters` parts of
-the keys' hash, so that the memory does not grow.
+**The unit.** A key stays with one arm and its requests resemble each other, so they are no
+independent observations: variances are taken over clusters of keys, not over requests (A. Deng, U.
+Knoblich, J. Lu, "Applying the Delta Method in Metric Analytics", KDD 2018). A cluster is one of
+`Comparison.clusters` parts of the keys' hash, so that the memory does not grow.
 
-**Looking often.** An interval of 95 % that is looked at every minute leaves out the truth, at some
-minute, far more often than once in twenty. These come from a mixture sequential probability ratio
-test, which is valid at all times at once: with the estimate's variance V and a normal mixture of
-variance t^2 the half width is
+**Repeated reading.** A 95 % interval that is read every minute excludes the true value, at some
+minute, far more often than once in twenty. These intervals come from a mixture sequential
+probability ratio test, which is valid at all times at once: with the estimate's variance V and a
+normal mixture of variance t^2 the half width is
 
     sqrt(2 V (V + t^2) / t^2 * log(sqrt((V + t^2) / V) / alpha))
 
 (R. Johari, P. Koomen, L. Pekelis, D. Walsh, "Always Valid Inference: Continuous Monitoring of A/B
 Tests", Operations Research 70, 2022; after H. Robbins, "Statistical Methods Related to the Law of
-the Iterated Logarithm", 1970). alpha is shared evenly by the figures, so that all intervals
-together hold at all times with 95 %. It is exact for normal means of known variance, and nearly so
-from some thirty requests on: no interval is given before.
+the Iterated Logarithm", 1970). alpha is divided evenly among the figures, so that all intervals
+together hold at all times with 95 %. This is exact for normal means of known variance, and nearly
+exact from about thirty requests on: no interval is given before.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ import numpy as np
 
 from jitney.engine.common.requests import JsonDict
 
-#: Probability that any interval of a comparison ever leaves out the truth.
+#: Probability that any interval of a comparison ever excludes the true value.
 _ALPHA = 0.05
-#: Parts of the keys' hash that variances are taken over.
+#: Clusters of keys (parts of their hash) that variances are taken over.
 _CLUSTERS = 64
-#: Strata of load, so many to a power of two, from 1 to 256 requests at an engine; and of length, in
-#: tokens, one to a power of two. The longest answers are in the last one.
+#: Strata of load per power of two; strata of load in all, for 1 to 256 requests at an engine;
+#: strata of length, one per power of two of tokens, the last one for all longer answers.
 _LOADS_PER_OCTAVE, _LOADS, _LENGTHS = 8, 64, 12
-#: Requests, and clusters among them, that each arm must have before an interval is given.
+#: Least requests, and least clusters with requests, of each arm before an interval is given.
 _LEAST_REQUESTS, _LEAST_CLUSTERS = 30, 20
-#: The least sum of the strata's weights: that of two arms of _LEAST_REQUESTS in one stratum.
+#: Least sum of the strata's weights: as for two arms of _LEAST_REQUESTS in one stratum.
 _LEAST_WEIGHT = _LEAST_REQUESTS / 2
 
 type ArmName = Literal["stable", "candidate"]
@@ -74,50 +75,50 @@ Verdict = Literal[
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """The outcome of one request, as the ingress saw it."""
+    """The outcome of one request, as measured at the ingress."""
 
-    #: False: it was refused for lack of room, failed, or its stream broke off.
+    #: False if full engines refused it, it failed, or its stream was interrupted.
     ok: bool
-    #: Output tokens that the client got.
+    #: Output tokens that the client received.
     tokens: int = 0
-    #: Arrival to the end of the answer.
+    #: Seconds from arrival to the end of the answer.
     total_s: float = 0.0
-    #: Arrival to the first token; None where that cannot be seen (an answer that is no stream).
+    #: Seconds from arrival to the first token; None without streaming.
     first_token_s: float | None = None
-    #: Its share of what its engine cost while it ran, in the price's unit.
+    #: Its share of its engine's cost while it ran, in the price's unit.
     cost: float = 0.0
-    #: Requests at its engine meanwhile, itself among them: until the end of the answer, and until
-    #: the first token. None: unknown.
+    #: Mean requests at its engine, itself included: until the end of the answer, and until the
+    #: first token. None: unknown.
     load: float | None = 1.0
     first_load: float | None = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """Something that is measured of each request, and compared."""
+    """A quantity that is measured for each request and compared."""
 
     unit: str
     more_is_better: bool
-    #: The two arms are compared by their ratio, of positive values; else by their difference.
+    #: True: arms are compared by the ratio of positive values. False: by the difference.
     is_ratio: bool
-    #: Standard deviation of the mixture: the size of a difference (of logarithms, or of shares)
-    #: that is found soonest.
+    #: Standard deviation of the mixture: the size of the difference (of logarithms, or of shares)
+    #: that is detected soonest.
     scale: float
-    #: Its value of a request; None: that one has none.
+    #: Returns the value of a request; None if the request has none.
     read: Callable[[RequestOutcome], float | None]
-    #: The load of a request that it depends on, of which only equal ones are compared; None: on
-    #: none.
+    #: Returns the load that the value depends on; only requests of equal load are compared. None:
+    #: the value does not depend on load.
     load: Callable[[RequestOutcome], float | None] | None = None
-    #: It depends on the length of the answer too.
+    #: Whether the value depends on the length of the answer, too.
     by_length: bool = False
-    #: What comparing at equal load may leave, as a share of the difference of the arms' mean
-    #: logarithms of load: by simulations of engines that are equal
+    #: Bias that may remain at equal load, as a share of the difference of the arms' mean
+    #: logarithms of load; from simulations of equal engines
     #: (docs/decisions/0116-candidates-are-compared-at-equal-load.md).
     drift: float = 0.0
 
     @property
     def strata(self) -> int:
-        """Sets of requests that are alike in load and length."""
+        """Number of strata: sets of requests of about the same load and length."""
         loads = 1 if self.load is None else _LOADS
         return loads * self.lengths
 
@@ -126,7 +127,7 @@ class _Figure:
         return _LENGTHS if self.by_length else 1
 
     def stratum(self, outcome: RequestOutcome) -> int | None:
-        """Where a request belongs; None: it can be compared with none."""
+        """The stratum of a request; None if it cannot be compared with any other."""
         if self.load is None:
             return 0
         load = self.load(outcome)
@@ -140,11 +141,11 @@ class _Figure:
 
     @property
     def equal(self) -> float:
-        """The ratio or the difference of arms that are alike."""
+        """The ratio or difference of equal arms."""
         return 1.0 if self.is_ratio else 0.0
 
     def worst(self, margin: float) -> float:
-        """The ratio or difference that is `margin` (a share) worse than equal."""
+        """The ratio or difference that is worse than equal by `margin` (a share)."""
         return self.equal - margin if self.more_is_better else self.equal + margin
 
 
@@ -172,7 +173,7 @@ def _error(outcome: RequestOutcome) -> float:
 
 _LOAD, _FIRST_LOAD = attrgetter("load"), attrgetter("first_load")
 
-#: What is compared, by name.
+#: The compared figures by name.
 FIGURES: Mapping[str, _Figure] = {
     "tokens_per_s": _Figure(
         "tokens a second of a request", True, True, 0.1, _tokens_per_s, _LOAD, True, 0.025
@@ -189,9 +190,9 @@ FIGURES: Mapping[str, _Figure] = {
 
 @dataclass(slots=True)
 class _Sums:
-    """One figure of one arm, by clusters of keys and strata."""
+    """Sums of one figure for one arm, by stratum and cluster of keys."""
 
-    #: Requests, and the sum of their values (logarithms for a ratio): [strata, _CLUSTERS] f8.
+    #: Requests, and the sums of their values (logarithms for a ratio): [strata, _CLUSTERS] f8.
     count: np.ndarray
     total: np.ndarray
     #: Requests of each stratum: [strata] f8.
@@ -214,7 +215,7 @@ class _Sums:
 
     @property
     def clusters(self) -> int:
-        """Those that have requests."""
+        """Number of clusters with requests."""
         return int(np.count_nonzero(self.count.any(axis=0)))
 
     @property
@@ -236,8 +237,8 @@ class _Sums:
         return mean * math.log(2) / _LOADS_PER_OCTAVE
 
     def spread(self, level: np.ndarray, weight: np.ndarray) -> float:
-        """Variance of the weighted sum of all values, by the clusters' sums. level: the mean that
-        values of a stratum are expected to have; weight: of each of them: [strata].
+        """Variance of the weighted sum of all values, from the clusters' sums. level: the expected
+        mean of each stratum's values, [strata]. weight: weight of a value by stratum, [strata].
         """
         residuals = weight @ (self.total - self.count * level[:, None])
         clusters = self.clusters
@@ -246,7 +247,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Matched:
-    """Both arms in the strata that both have."""
+    """Both arms' sums in the strata in which both have requests."""
 
     stable: _Sums
     candidate: _Sums
@@ -257,7 +258,7 @@ class _Matched:
         return cls(stable.within(both), candidate.within(both))
 
     def difference(self) -> tuple[float, float] | None:
-        """(candidate's mean less the stable one's, variance of that); None: too few requests."""
+        """(candidate's mean minus the stable arm's, its variance); None with too few requests."""
         stable, candidate = self.stable, self.candidate
         if not (stable.enough and candidate.enough):
             return None
@@ -279,7 +280,7 @@ class _Matched:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How the candidate stands to the stable arm: a ratio, or a difference of shares."""
+    """Ratio of candidate to stable arm, or difference of their shares, with its interval."""
 
     estimate: float
     low: float
@@ -292,13 +293,13 @@ class Interval:
         return "better" if is_more == figure.more_is_better else "worse"
 
     def breaks(self, figure: _Figure, margin: float) -> bool:
-        """All of it is worse than the margin allows."""
+        """Whether the whole interval is worse than the margin allows."""
         if figure.more_is_better:
             return self.high < figure.worst(margin)
         return self.low > figure.worst(margin)
 
     def keeps(self, figure: _Figure, margin: float) -> bool:
-        """None of it is worse than the margin allows."""
+        """Whether no part of the interval is worse than the margin allows."""
         if figure.more_is_better:
             return self.low >= figure.worst(margin)
         return self.high <= figure.worst(margin)
@@ -306,26 +307,26 @@ class Interval:
 
 @dataclass(slots=True)
 class Comparison:
-    """Everything that is known of two arms. Constant memory."""
+    """All measurements of two arms, in constant memory."""
 
     #: Probability that all intervals hold at all times.
     confidence: ClassVar[float] = 1 - _ALPHA
-    #: Parts of the keys' hash that a request may be of.
+    #: Number of clusters of keys (parts of their hash).
     clusters: ClassVar[int] = _CLUSTERS
-    #: Of each arm, before an interval is given.
+    #: Least requests of each arm before an interval is given.
     least_requests: ClassVar[int] = _LEAST_REQUESTS
 
-    #: By arm and figure.
+    #: Arm -> figure's name -> its sums.
     sums: dict[ArmName, dict[str, _Sums]] = field(
         default_factory=lambda: {
             arm: {name: _Sums.of(figure) for name, figure in FIGURES.items()} for arm in ARMS
         }
     )
-    #: Output tokens that clients got, by arm.
+    #: Arm -> output tokens that clients received.
     tokens: dict[ArmName, int] = field(default_factory=lambda: dict.fromkeys(ARMS, 0))
 
     def add(self, arm: ArmName, cluster: int, outcome: RequestOutcome) -> None:
-        """cluster: of the request's key, 0 to `clusters` - 1."""
+        """Add a request. cluster: the cluster of its key, 0 to `clusters` - 1."""
         self.tokens[arm] += outcome.tokens
         for name, figure in FIGURES.items():
             value = figure.read(outcome)
@@ -338,26 +339,26 @@ class Comparison:
         return self.sums[arm]["errors"].requests
 
     def level(self, arm: ArmName, name: str) -> float | None:
-        """The figure of an arm alone: a geometric mean, or a share. None: it has none yet."""
+        """One arm's own value of a figure: a geometric mean, or a share; None without requests."""
         sums = self.sums[arm][name]
         if not sums.requests:
             return None
         return math.exp(sums.mean) if FIGURES[name].is_ratio else sums.mean
 
     def matched(self, arm: ArmName, name: str) -> int:
-        """Requests of an arm that a figure compares: those of whose kind the other arm had some."""
+        """Requests of an arm that a figure compares: those in strata with both arms' requests."""
         sums = self.sums
         both = _Matched.of(sums["stable"][name], sums["candidate"][name])
         return (both.stable if arm == "stable" else both.candidate).requests
 
     def interval(self, name: str) -> Interval | None:
-        """Candidate to stable; None while either has too few requests or keys at equal load."""
+        """Candidate against stable; None while an arm has few requests or keys at equal load."""
         stable, candidate = self.sums["stable"][name], self.sums["candidate"][name]
-        found = _Matched.of(stable, candidate).difference()
-        if found is None:
+        estimated = _Matched.of(stable, candidate).difference()
+        if estimated is None:
             return None
         figure = FIGURES[name]
-        difference, variance = found
+        difference, variance = estimated
         if not figure.is_ratio:
             variance = max(variance, _binomial_variance(stable, candidate))
         half = _half_width(variance, figure.scale, _ALPHA / len(FIGURES))
@@ -368,14 +369,14 @@ class Comparison:
         return Interval(difference, max(-1.0, low), min(1.0, high))
 
     def verdict(self, name: str, interval: Interval | None) -> Verdict:
-        """A figure's interval in words."""
+        """A figure's verdict, from its interval."""
         if interval is not None:
             return interval.verdict(FIGURES[name])
         enough = all(self.sums[arm][name].enough for arm in ARMS)
         return "not compared: loads hardly overlap" if enough else "not known yet"
 
     def saved(self) -> JsonDict:
-        """All of it, as JSON."""
+        """All measurements as JSON."""
         sums = {
             arm: {name: _sparse(each) for name, each in figures.items()}
             for arm, figures in self.sums.items()
@@ -405,10 +406,9 @@ def _half_width(variance: float, scale: float, alpha: float) -> float:
 
 
 def _binomial_variance(stable: _Sums, candidate: _Sums) -> float:
-    """The least that a difference of shares can vary. Errors are rare, so that what was seen of
-    them may be none: each arm gets one request more that failed and one that did not (A. Agresti,
-    B. Caffo, "Simple and Effective Confidence Intervals for Proportions", The American
-    Statistician 54, 2000).
+    """The least variance of a difference of shares. Errors are rare, and an arm may have had none:
+    so one failed and one successful request are added to each arm (A. Agresti, B. Caffo, "Simple
+    and Effective Confidence Intervals for Proportions", The American Statistician 54, 2000).
     """
     variance = 0.0
     for sums in (stable, candidate):
@@ -419,14 +419,14 @@ def _binomial_variance(stable: _Sums, candidate: _Sums) -> float:
 
 
 def _sparse(sums: _Sums) -> JsonDict:
-    """Most cells have no request. at: places in the flat arrays of those that have."""
+    """The sums as JSON without empty cells. at: flat indices of the cells with requests."""
     at = np.flatnonzero(sums.count)
     count, total = sums.count.flat[at], sums.total.flat[at]
     return {"at": at.tolist(), "count": count.tolist(), "total": total.tolist()}
 
 
 def _from_sparse(saved: JsonDict, figure: _Figure) -> _Sums:
-    """Raises KeyError, TypeError or ValueError for what `_sparse` did not give."""
+    """Load the result of `_sparse`. Raises KeyError, TypeError, ValueError for anything else."""
     sums = _Sums.of(figure)
     at = np.array(saved["at"], dtype=np.int64)
     if at.size and not 0 <= at.min() <= at.max() < sums.count.size:

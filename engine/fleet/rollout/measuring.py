@@ -1,16 +1,16 @@
-"""The tokens of an answer that passes. Nothing is read twice or kept."""
+"""Counts the tokens of an answer as it passes, without parsing it twice or storing it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-#: A piece of text that is not empty, in an event of any of the API's forms.
+#: A non-empty piece of text in an event, in any of the API's forms.
 _PIECE = re.compile(
     rb'"(?:content|text|delta|thinking|reasoning_content|response|reasoning|arguments|partial_json)"'
     rb': ?"(?!")'
 )
-#: The tokens of a usage, and the bytes in which they stand after its name.
+#: Token counts of a usage; start of a usage, and the bytes after it that contain its counts.
 _OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)": ?(\d{1,9})')
 _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens|prompt_eval_count)": ?(\d{1,9})')
 _USAGE, _USAGE_BYTES = re.compile(rb'"(?:usage|prompt_eval_count)"'), 512
@@ -18,14 +18,14 @@ _USAGE, _USAGE_BYTES = re.compile(rb'"(?:usage|prompt_eval_count)"'), 512
 
 @dataclass(slots=True)
 class UsageWatch:
-    """Tokens of an answer that passes, by its last usage."""
+    """Counts the tokens of an answer as it passes, from its last usage."""
 
-    #: None: no usage says.
+    #: Prompt and output tokens by the last usage; None without a usage.
     prompt: int | None = None
     output: int | None = None
-    #: Pieces of text that came.
+    #: Pieces of text so far.
     pieces: int = 0
-    #: End of the bytes so far: a usage may be cut in two.
+    #: Last bytes so far, since a usage may be split between two parts.
     _tail: bytes = b""
 
     @property
@@ -34,7 +34,7 @@ class UsageWatch:
         return self.pieces if self.output is None else self.output
 
     def see(self, part: bytes) -> int:
-        """More of the answer. Returns the pieces of text in it."""
+        """Read the next part of the answer. Returns the number of pieces of text in it."""
         pieces = len(_PIECE.findall(part))
         self.pieces += pieces
         seen = self._tail + part

@@ -1,9 +1,9 @@
-"""A candidate beside a model: which keys it gets, how it does, and what becomes of it.
+"""The rollout of a candidate: which keys it gets, how it compares, and the decision about it.
 
-A rollout runs until it is decided, by its rule or by hand: promoted, the candidate gets every
-request; rolled back, none. A restart begins it anew. No clock of its own, no tasks, no files:
-`engine.fleet.rollout.candidate` gives it requests and the time,
-`engine.fleet.rollout.rollout_keeper` keeps what `saved` says.
+A rollout runs until it is decided, by its rule or by hand. A promoted candidate gets every request,
+a candidate that is rolled back none. A restart resets the rollout. This module has no clock, tasks
+or files: `engine.fleet.rollout.candidate` passes it requests and the time,
+`engine.fleet.rollout.rollout_keeper` stores the result of `saved`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("jitney.fleet")
 
 type RolloutState = Literal["running", "promoted", "rolled_back"]
 type Action = Literal["promote", "roll_back", "restart"]
-#: What each action makes of a rollout.
+#: Action -> the state after it.
 _STATES: Mapping[Action, RolloutState] = {
     "promote": "promoted",
     "roll_back": "rolled_back",
@@ -41,37 +41,37 @@ _IN_WORDS: Mapping[RolloutState, str] = {
     "promoted": "is promoted",
     "rolled_back": "is rolled back",
 }
-#: Looks that are kept for charts; when there are as many, every other one goes.
+#: Most comparisons that are kept for charts; once there are as many, every second one is dropped.
 _MOST_LOOKS = 240
 _HOUR_S = 3600.0
-#: Of what `saved` gives.
+#: Version of the format of `saved`.
 _VERSION = 2
 
 
 class KeyPlace(NamedTuple):
-    """Where a key belongs, for as long as the rollout runs."""
+    """The arm and the cluster of a key; fixed while the rollout runs."""
 
     arm: ArmName
-    #: Of `Comparison.clusters`.
+    #: Index of the cluster, 0 to `Comparison.clusters` - 1.
     cluster: int
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionRule:
-    """When a candidate is promoted or rolled back."""
+    """The conditions under which a candidate is promoted or rolled back."""
 
-    #: Of the keys, that the candidate gets while the rollout runs.
+    #: Share of the keys that the candidate gets while the rollout runs.
     share: float = 0.05
-    #: Requests of the candidate before it may be promoted.
+    #: Least requests of the candidate before it may be promoted.
     min_requests: int = 500
-    #: Figure -> the share by which it may be worse, for errors the difference.
+    #: Figure -> the share by which it may be worse; for errors, the difference of shares.
     may_lose: Mapping[str, float] = field(
         default_factory=lambda: {"tokens_per_s": 0.05, "first_token_s": 0.1, "errors": 0.01}
     )
-    #: Whether the rule itself promotes, and rolls back.
+    #: Whether the rule promotes by itself; whether it rolls back by itself.
     promotes: bool = True
     rolls_back: bool = True
-    #: Hours after which a candidate that the rule could not decide about is rolled back; 0: never.
+    #: Hours after which an undecided candidate is rolled back; 0: never.
     undecided_after_h: float = 0.0
 
 
@@ -85,14 +85,14 @@ class _Decision:
 
 
 class _Look(NamedTuple):
-    """The comparison at one time. intervals: by figure; those without one are absent."""
+    """The comparison at one time. intervals: by figure; figures without one are absent."""
 
     at: float
     intervals: dict[str, Interval]
 
 
 class Rollout:
-    """One model's candidate. name: of the candidate; what is known belongs to it alone."""
+    """The rollout of one model's candidate. name: the candidate's name."""
 
     def __init__(
         self, model: str, name: str, rule: PromotionRule, clock: Callable[[], float] = time.time
@@ -103,14 +103,14 @@ class Rollout:
         self.state: RolloutState = "running"
         self.decision: _Decision | None = None
         self.comparison = Comparison()
-        #: By arm, the digests of its engines' configurations, as far as they say.
+        #: Arm -> digests of its engines' configurations; only those that engines report.
         self.configs: dict[ArmName, tuple[str, ...]] = dict.fromkeys(ARMS, ())
         self._clock = clock
         self.since = clock()
         self._looks: list[_Look] = []
 
     def place(self, key: bytes) -> KeyPlace:
-        """Where a key belongs: always the same; a larger share only adds to the candidate."""
+        """The arm and cluster of a key. A larger share only moves keys to the candidate."""
         salt = f"{self.model}\0{self.name}\0".encode()
         digest = hashlib.blake2b(salt + key, digest_size=9).digest()
         part = int.from_bytes(digest[:8]) / 2**64
@@ -123,32 +123,32 @@ class Rollout:
         return {"running": self.rule.share, "promoted": 1.0, "rolled_back": 0.0}[self.state]
 
     def observe(self, place: KeyPlace, outcome: RequestOutcome) -> None:
-        """A request is over. What comes after the decision compares nothing."""
+        """Record a finished request. Requests after the decision are ignored."""
         if self.state == "running":
             self.comparison.add(place.arm, place.cluster, outcome)
 
     def learn(self, arm: ArmName, configs: Sequence[str]) -> None:
-        """The digests of an arm's engines. If they are others than before, what was measured was of
-        something else: the comparison begins anew.
+        """Set the configuration digests of an arm's engines. If they have changed, the measurements
+        are of another configuration, and the comparison starts over.
         """
-        known, told = self.configs[arm], tuple(sorted(set(configs)))
-        if not told or told == known:
+        previous, digests = self.configs[arm], tuple(sorted(set(configs)))
+        if not digests or digests == previous:
             return
-        self.configs[arm] = told
-        if known and self.state == "running":
+        self.configs[arm] = digests
+        if previous and self.state == "running":
             self._begin_anew()
             _log.info(
                 "rollout %s: the configuration of the %s arm is %s now, it was %s; candidate %s is "
                 "compared anew",
                 self.model,
                 arm,
-                ", ".join(map(short, told)),
-                ", ".join(map(short, known)),
+                ", ".join(map(short, digests)),
+                ", ".join(map(short, previous)),
                 self.name,
             )
 
     def look(self) -> _Decision | None:
-        """Compare the arms, and decide if the rule says so, however often it is called."""
+        """Compare the arms, and decide if the rule's conditions hold. It may be called often."""
         if self.state != "running":
             return None
         intervals = self.intervals()
@@ -157,12 +157,12 @@ class Rollout:
         return self._decide(action[0], "rule", action[1]) if action else None
 
     def intervals(self) -> dict[str, Interval]:
-        """By figure; those that have none yet are absent."""
-        found = {name: self.comparison.interval(name) for name in FIGURES}
-        return {name: interval for name, interval in found.items() if interval is not None}
+        """Interval of each figure; figures without one are absent."""
+        by_figure = {name: self.comparison.interval(name) for name in FIGURES}
+        return {name: interval for name, interval in by_figure.items() if interval is not None}
 
     def decide(self, action: Action) -> _Decision:
-        """By hand."""
+        """Apply a decision by hand."""
         return self._decide(action, "hand", "")
 
     def _by_rule(self, intervals: Mapping[str, Interval]) -> tuple[Action, str] | None:
@@ -183,7 +183,7 @@ class Rollout:
         return interval is not None and interval.breaks(FIGURES[name], self.rule.may_lose[name])
 
     def _is_proven(self, intervals: Mapping[str, Interval]) -> bool:
-        """Every figure that any request has is known to be within what is allowed."""
+        """Whether every figure with requests is known to be within its margin."""
         if self.comparison.requests("candidate") < self.rule.min_requests:
             return False
         return all(
@@ -197,16 +197,16 @@ class Rollout:
 
     def _decide(self, action: Action, by: Literal["rule", "hand"], why: str) -> _Decision:
         intervals = self.intervals()
-        told = "; ".join(filter(None, (why, self._in_words(intervals))))
+        full_reason = "; ".join(filter(None, (why, self._in_words(intervals))))
         self.state = _STATES[action]
-        decision = self.decision = _Decision(self.state, by, told, self._clock())
+        decision = self.decision = _Decision(self.state, by, full_reason, self._clock())
         _log.info(
             "rollout %s: candidate %s %s by %s: %s",
             self.model,
             self.name,
             _IN_WORDS[self.state],
             by,
-            told,
+            full_reason,
         )
         if action == "restart":
             self._begin_anew()
@@ -218,7 +218,7 @@ class Rollout:
         self._looks.clear()
 
     def _in_words(self, intervals: Mapping[str, Interval]) -> str:
-        """Every figure with its interval, and of how many requests."""
+        """Every figure with its interval, and the requests of each arm."""
         parts = [self._figure_in_words(name, intervals.get(name)) for name in FIGURES]
         counts = [f"{self.comparison.requests(arm)} requests of {arm}" for arm in ARMS]
         return f"{', '.join(parts)}; {', '.join(counts)}"
@@ -237,7 +237,7 @@ class Rollout:
             del self._looks[1::2]
 
     def report(self) -> JsonDict:
-        """All that a page shows, as docs/rollout.md says."""
+        """The report for the page and the API (docs/rollout.md)."""
         intervals = self.intervals()
         rule, decision = self.rule, self.decision
         return {
@@ -288,7 +288,7 @@ class Rollout:
         }
 
     def saved(self) -> JsonDict:
-        """The state that a restart keeps, as JSON."""
+        """The state that survives a restart of the fleet, as JSON."""
         decision = self.decision
         return {
             "version": _VERSION,
@@ -302,8 +302,8 @@ class Rollout:
         }
 
     def restore(self, saved: JsonDict) -> bool:
-        """Go on with what `saved` gave; False: that was another candidate's. Raises KeyError,
-        TypeError or ValueError for what is nothing of the kind.
+        """Continue from the result of `saved`; False if it is of another candidate. Raises
+        KeyError, TypeError or ValueError for anything else.
         """
         if saved["version"] != _VERSION:
             raise ValueError(f"written by another version ({saved['version']})")

@@ -1,4 +1,4 @@
-"""Compares the arms of a rollout every few seconds, and keeps what is known on disk."""
+"""Compares the arms of a rollout every few seconds, and saves the rollout to disk."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from jitney.engine.fleet.rollout.comparison import ARMS
 
 _log = logging.getLogger("jitney.fleet")
 
-#: Seconds between two looks, and that an engine has to say its version.
+#: Seconds between two comparisons; timeout of a request for an engine's version, seconds.
 _LOOK_S, _VERSION_S = 10.0, 5.0
 
 
 @dataclass(slots=True)
 class RolloutKeeper:
-    """Looks at one rollout while the fleet runs, asks its engines what they are set to, and keeps
-    what is known on disk, if there is a folder for it.
+    """Runs the comparisons of one rollout while the fleet runs, asks its engines for the digests of
+    their configurations, and saves the rollout to disk if there is a folder for it.
     """
 
     model: ModelWithCandidate
     client: httpx.AsyncClient
-    #: None: a restart of the fleet begins the rollout anew.
+    #: Folder of the rollout's file; None: a restart of the fleet resets the rollout.
     folder: Path | None = None
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Go on where the file says, and look until the context is left."""
+        """Load the saved rollout, and compare the arms regularly until the context is left."""
         await asyncio.to_thread(self.restore)
         self.model.keep = self.keep
         looking = asyncio.create_task(self._look_on())
@@ -60,35 +60,35 @@ class RolloutKeeper:
                 _log.exception("rollout %s: a look failed", self.model.rollout.model)
 
     async def look(self) -> None:
-        """Once: what the engines are set to, how the arms stand, and to disk with it."""
+        """Run one comparison: ask the engines for their digests, compare the arms, and save."""
         for arm in ARMS:
             replicas = [each for each in self.model.arm(arm).replicas if each.state == "ready"]
-            told = await asyncio.gather(*map(self._config_of, replicas))
-            self.model.rollout.learn(arm, list(filter(None, told)))
+            digests = await asyncio.gather(*map(self._config_of, replicas))
+            self.model.rollout.learn(arm, list(filter(None, digests)))
         self.model.rollout.look()
         await self.keep()
 
     async def _config_of(self, replica: Replica) -> str:
-        """The digest of an engine's configuration; empty if it does not say."""
+        """The digest of an engine's configuration; empty if the engine does not report one."""
         headers = {"authorization": f"Bearer {replica.key}"} if replica.key else {}
         try:
             answer = await self.client.get(
                 replica.url + "/version", headers=headers, timeout=_VERSION_S
             )
-            told = answer.json()["config_digest"] if answer.status_code == 200 else ""
+            digest = answer.json()["config_digest"] if answer.status_code == 200 else ""
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return ""
-        return told if isinstance(told, str) else ""
+        return digest if isinstance(digest, str) else ""
 
     @property
     def file(self) -> Path | None:
-        """Where the rollout is kept."""
+        """The file in which the rollout is saved; None without a folder."""
         if self.folder is None:
             return None
         return self.folder / f"rollout-{quote(self.model.rollout.model, safe='')}.json"
 
     async def keep(self) -> None:
-        """Write what is known to disk; a folder that cannot be written is logged."""
+        """Save the rollout to disk. A write error is logged."""
         if self.file is None:
             return
         async with self._writing:
@@ -99,7 +99,7 @@ class RolloutKeeper:
                 _log.warning("rollout %s cannot be kept: %s", self.model.rollout.model, error)
 
     def restore(self) -> None:
-        """Go on with what the file has; another candidate's is left behind."""
+        """Continue from the file. The file of another candidate is ignored."""
         if self.file is None or not self.file.exists():
             return
         rollout = self.model.rollout

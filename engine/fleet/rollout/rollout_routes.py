@@ -1,4 +1,4 @@
-"""The lines of a fleet's table of routes that are about candidates."""
+"""The routes of a fleet that are about candidates."""
 
 from __future__ import annotations
 

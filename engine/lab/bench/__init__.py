@@ -1,1 +1,1 @@
-"""Measuring: traffic over HTTP or in this process, the policies side by side, and reports."""
+"""Benchmarks: traffic over HTTP or in this process, comparison of policies, and reports."""

@@ -1,7 +1,6 @@
 """Charts of benchmarks as plotly figures. Importing this module takes 0.2 s, so import it late.
 
-Plotly reads some tags in a chart's texts: a name that came from outside is escaped before it gets
-here.
+Plotly interprets some tags in a chart's texts, so callers escape names from outside.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ type _Place = tuple[float, float | None]
 
 
 def _colour_of(name: str, number: int) -> str:
-    """A policy's own colour, or the next of the others."""
+    """The policy's own colour, or the next free colour for another name."""
     return _POLICY_COLOURS.get(name, _OTHER_COLOURS[number % len(_OTHER_COLOURS)])
 
 
 def latency_charts(runs: Mapping[str, Sequence[RequestRecord]]) -> list[go.Figure]:
-    """Time to first token and end to end, of served requests."""
+    """Distributions of time to first token and end-to-end time of served requests."""
     return [
         _distribution("Time to first token", "ttft_s", runs),
         _distribution("End to end", "e2e_s", runs),
@@ -58,7 +57,7 @@ def _distribution(title: str, field: str, runs: Mapping[str, Sequence[RequestRec
 
 
 def ledger_bars(bills: Mapping[str, Bill]) -> go.Figure:
-    """Device time by what it was spent on, one bar per run."""
+    """Device time by kind of row, one bar per run."""
     names = list(bills)[::-1]
     traces = []
     for kind, label in LEDGER_LABELS.items():
@@ -82,7 +81,7 @@ def ledger_bars(bills: Mapping[str, Bill]) -> go.Figure:
 def curve(
     title: str, x: str, y: str, xs: _Numbers, ys: _Numbers, knee: int | None = None
 ) -> go.Figure:
-    """A line through points, with one of them marked as the knee; None leaves a gap."""
+    """A line through points. knee: index of the point to mark; None in `ys` leaves a gap."""
     traces = [_marked(y, xs, ys, 0)]
     if knee is not None:
         mark = go.Scatter(
@@ -103,8 +102,8 @@ def waits_over(
 ) -> go.Figure:
     """Time to first token over load or concurrency, one line for each percentile.
 
-    Points at which the queue grew for the whole run are crossed out: there a wait is the length of
-    the run. The y axis is logarithmic.
+    Points at which the queue grew for the whole run are crossed out, since their waits only depend
+    on the length of the run. The y axis is logarithmic.
     """
     traces = [_marked(name, at, values, n) for n, (name, values) in enumerate(waits.items())]
     crossed = [
@@ -129,8 +128,8 @@ def _crosses(name: str, points: Sequence[_Place], colour: str) -> go.Scatter:
 
 
 def load_curve(simulated: Sequence[JsonObject], measured: Sequence[JsonObject]) -> go.Figure:
-    """p99 time to first token over the load, a line for each policy; open marks: its queue grows
-    without bound.
+    """p99 time to first token over the load, a line for each policy; open marks: the policy's queue
+    grows without bound.
 
     simulated, measured: points of `compare.load_curve`; measured ones are drawn as crosses.
     """

@@ -17,9 +17,9 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet import events
 
 _CONNECT_S = 10.0
-#: Characters stored of an error's text.
+#: Most characters that are stored of an error's text.
 _DETAIL = 200
-#: How an answer ends in which an error stands.
+#: `finish` of an answer that contains an error.
 _ERROR = "error_in_stream"
 _JSON = {"content-type": "application/json"}
 #: Fields of every request.
@@ -28,17 +28,17 @@ _BODY: JsonDict = {"temperature": 0, "stream": True, "stream_options": {"include
 
 @dataclass(frozen=True, slots=True)
 class RemoteEndpoint:
-    """The endpoint that requests go to."""
+    """The endpoint that receives the requests."""
 
-    #: With or without /v1.
+    #: Base URL with or without /v1.
     url: str
     model: str
     api_key: str = field(default="", repr=False)
-    #: The chat route instead of text completions.
+    #: Use the chat route instead of text completions.
     chat: bool = False
-    #: Send the field of that name, which is no part of OpenAI's API and which it may refuse.
+    #: Send the field of that name, which is not in OpenAI's API; an endpoint may refuse it.
     ignore_eos: bool = True
-    #: Limit of a whole request.
+    #: Timeout of a whole request, seconds.
     timeout_s: float = 600.0
 
     @property
@@ -60,10 +60,10 @@ class RemoteEndpoint:
         return {"authorization": f"Bearer {self.api_key}"}
 
     def body(self, text: str, max_tokens: int, user: str = "") -> JsonDict:
-        """A greedy streaming request for exactly max_tokens tokens where the endpoint allows it."""
+        """A greedy streaming request, for exactly max_tokens tokens if the endpoint allows it."""
         body = _BODY | {"model": self.model, "max_tokens": max_tokens, **self._prompt(text)}
         if self.ignore_eos:
-            # An endpoint that knows such fields may have a penalty of its own as a default.
+            # An endpoint with such fields may have its own default penalty.
             body |= {"repetition_penalty": 1.0, "ignore_eos": True}
         if user:
             body["user"] = user
@@ -77,7 +77,7 @@ class RemoteEndpoint:
 
 @dataclass(slots=True)
 class Answer:
-    """A response; times are of time.monotonic()."""
+    """A response. Times are time.monotonic()."""
 
     sent: float
     finished: float = 0.0
@@ -89,19 +89,19 @@ class Answer:
     n_prompt: int = 0
     n_output: int = 0
     n_cached: int = 0
-    #: When each chunk with text came.
+    #: Time of each chunk with text.
     chunks: list[float] = field(default_factory=list)
     #: Text of an error.
     detail: str = ""
 
     @property
     def served(self) -> bool:
-        """True if it ended as it should."""
+        """Whether it ended without an error."""
         return self.finish in ("stop", "length")
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of a served response, or its chunks where the endpoint does not count; else 0."""
+        """Tokens of a served response, or its chunks if the endpoint sends no count; else 0."""
         return (self.n_output or len(self.chunks)) if self.served else 0
 
     def fail(self, kind: str, detail: str) -> None:
@@ -110,10 +110,10 @@ class Answer:
 
 
 class EndpointClient:
-    """Asks one endpoint, inside of `async with`; no request waits for a free connection."""
+    """HTTP client for one endpoint, used in `async with`, with any number of connections."""
 
     def __init__(self, endpoint: RemoteEndpoint):
-        #: `find_model` names its model.
+        #: The endpoint; `find_model` sets its model.
         self.endpoint = endpoint
         self._http = httpx.AsyncClient(
             headers=endpoint.headers,
@@ -152,7 +152,7 @@ class EndpointClient:
                 await _read_refusal(answer, response)
 
     async def read_page(self, path: str) -> httpx.Response | None:
-        """The answer; None where there is no such page."""
+        """GET a page; None if there is no such page."""
         with contextlib.suppress(httpx.HTTPError):
             response = await self._http.get(f"{self.endpoint.base}{path}")
             if response.status_code == 200:
@@ -160,8 +160,8 @@ class EndpointClient:
         return None
 
     async def find_model(self) -> None:
-        """Name the first model that the endpoint lists, unless one is named. ConfigError if there
-        is no such endpoint, or it lists none.
+        """Use the first model that the endpoint lists, unless one is set. Raises ConfigError if
+        the endpoint does not answer or lists no model.
         """
         if not self.endpoint.model:
             self.endpoint = replace(self.endpoint, model=await self._first_model())
@@ -179,7 +179,7 @@ class EndpointClient:
             ) from None
 
     async def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Prompt tokens of texts, by the endpoint's count. JitneyError if it does not count."""
+        """Prompt tokens of texts by the endpoint's count. Raises JitneyError if it sends none."""
         return [await self._count(text) for text in texts]
 
     async def _count(self, text: str) -> int:

@@ -1,10 +1,10 @@
-"""The three ways to batch on the same requests: the traffic that they are compared on, the load
-that each can serve, which one wins by how much, and whether the answers are the same.
+"""Compares the three batching policies on the same requests: their traffic, the load that each can
+serve, the gains, and whether the answers are the same.
 
-One load cannot show three policies. Where continuous batching is full, the queues of the other two
-grow without bound, and a percentile of their waits says how long the run was; where static is not
-full, all three make the tokens that were asked for, and their waits can be compared. So there is a
-heavy case and a light one, and a curve of waits over loads.
+One load is not enough to compare three policies. If continuous batching is full, the queues of the
+other two grow without bound, and percentiles of their waits only depend on the length of the run.
+If static batching is not full, all three have the same throughput, and their waits can be compared.
+So there are a heavy and a light case, and a curve of waits over loads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jitney.engine.lab.simulation.step_table import StepTable, StepTimes
 
 #: Loads of the curve, as shares of what continuous batching can serve.
 _CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
-#: Rounds of all seats, or batches, that a policy's capacity is simulated with.
+#: Rounds of all seats, or batches, in the simulation of a policy's capacity.
 _CAPACITY_ROUNDS = 16
 #: The policy that others are compared with.
 _BEST = "continuous"
@@ -37,15 +37,15 @@ _BEST = "continuous"
 class TrafficCase:
     """One kind of traffic."""
 
-    #: Output lengths as the flag writes them; None: the preset's.
+    #: Output lengths in the flag's form; None: the preset's.
     output: str | None
-    #: Times what `of` can serve.
+    #: Load as a multiple of the capacity of the policy `of`.
     load: float
-    #: A policy.
+    #: Name of a policy.
     of: str
-    #: How many come by default: all cases together take some 17 minutes on two CPU cores.
+    #: Default number of requests: all cases together take about 17 minutes on two CPU cores.
     requests: int
-    #: In words.
+    #: Description of the case.
     what: str
 
 
@@ -75,10 +75,10 @@ CASES = {
 
 
 def capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes) -> float:
-    """Requests a second that the engine serves where there is always a next one, by simulation.
+    """Requests a second that the engine serves with a queue that is never empty, by simulation.
 
-    Requests count that board after the first round of seats, from the first boarding to the last:
-    then seats run empty.
+    Counted are requests that board after the first round of seats, up to the last boarding, after
+    which seats become empty.
     """
     limits = shape.limits
     a_round = limits.max_seats if limits.policy == _BEST else limits.batch
@@ -90,7 +90,7 @@ def capacity(arrivals: Sequence[Arrival], shape: EngineShape, table: StepTimes) 
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Arrivals that were drawn at one request a second, for `rate` requests a second."""
+    """Arrivals drawn at one request a second, scaled to `rate` requests a second."""
     return [msgspec.structs.replace(arrival, at=arrival.at / rate) for arrival in arrivals]
 
 
@@ -100,11 +100,11 @@ def load_curve(
     table: StepTimes,
     policies: Sequence[str],
 ) -> list[JsonDict]:
-    """First-token waits of each policy over the load, by simulation: one point a load.
+    """First-token waits of each policy over the load, by simulation, one point per load.
 
-    arrivals: drawn at one request a second. A point says for each policy which share of its own
-    capacity the load is: from 1 on its queue grows without bound, and its waits are those of a run
-    of this length.
+    arrivals: drawn at one request a second. A point has for each policy the load as a share of the
+    policy's own capacity: from 1 on, its queue grows without bound, and its waits depend on the
+    length of the run.
     """
     shapes = {policy: shape.under(policy, 0.0) for policy in {*policies, _BEST}}
     able = {policy: capacity(arrivals, each, table) for policy, each in shapes.items()}
@@ -120,7 +120,7 @@ def load_curve(
 
 
 def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:
-    """Figures of a run for the curve. share_of_capacity: None where it is not known."""
+    """Figures of a run for the curve. share_of_capacity: None if unknown."""
     return {
         **{name: figure_of(figures, name) for name in ("ttft_p50_s", "ttft_p99_s", "output_tok_s")},
         "share_of_capacity": share_of_capacity,
@@ -128,8 +128,8 @@ def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:
 
 
 def prediction_errors(runs: PolicyRuns) -> dict[str, dict[str, float]]:
-    """`errors` of each run, simulated with step times that were learned from the run of continuous
-    batching (or the first one).
+    """`errors` of each run, simulated with step times fitted to the run of continuous batching (or
+    to the first one).
     """
     source = runs.get(_BEST, next(iter(runs.values())))
     table = StepTable.from_records(source.records)
@@ -139,25 +139,25 @@ def prediction_errors(runs: PolicyRuns) -> dict[str, dict[str, float]]:
 
 
 class _Difference(NamedTuple):
-    """A request that did not get the same tokens under two policies."""
+    """A request with different tokens under two policies."""
 
     request: int
-    #: The one compared with, and the other.
+    #: The reference policy, and the other one.
     policies: tuple[str, str]
-    #: Output position at which they part.
+    #: First output position that differs.
     at: int
 
 
 def differences(runs: PolicyRuns) -> list[_Difference]:
     """Requests whose tokens differ from those under the first policy."""
     (first, reference), *others = runs.items()
-    found = []
+    differing = []
     for policy, run in others:
         pairs = zip(outputs_of(reference), outputs_of(run), strict=True)
         for number, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
-                found.append(_Difference(number, (first, policy), _parting(ours, theirs)))
-    return found
+                differing.append(_Difference(number, (first, policy), _parting(ours, theirs)))
+    return differing
 
 
 def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
@@ -169,8 +169,8 @@ def _parting(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def ratios(figures: Mapping[str, JsonObject]) -> dict[str, JsonDict]:
-    """Gains of continuous batching over each other policy: times its throughput, and how many
-    times shorter its waits are. Empty if it did not run.
+    """Gains of continuous batching over each other policy: ratio of the throughputs, and factor by
+    which its waits are shorter. Empty if it did not run.
     """
     if _BEST not in figures:
         return {}

@@ -1,7 +1,7 @@
 """The bill of a run: its rows, device time and money by kind of row.
 
 A step's device time is split evenly over its rows. A padding row costs as much as a useful one, or
-nothing where padding is free (`engine.core.scheduler.buckets.Buckets`).
+nothing if padding is free (`engine.core.scheduler.buckets.Buckets`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bill(dict[str, CostLine]):
         rows = np.stack([records[kind].astype(np.int64) for kind in ROW_KINDS], axis=1)
         paid = rows.copy()
         if padding_is_free:
-            # A step of padding alone is paid for all the same.
+            # A step with only padding rows still costs its time.
             padding = ROW_KINDS.index("padding")
             paid[rows[:, padding] < rows.sum(axis=1), padding] = 0
         step_s = records["device_s"].astype(np.float64)

@@ -1,8 +1,8 @@
-"""Sending traffic on time, and watching whether the sender itself keeps up.
+"""Sends traffic on time, and measures whether the sender itself keeps up.
 
-A request's latency counts from when it should have been sent. A server that stalls therefore shows
-its whole queue: a client that waits for an answer before it sends the next request would not have
-asked during the stall, and would not have seen it.
+A request's latency counts from its intended time, so that a stalled server shows its whole queue.
+A client that waits for an answer before it sends the next request would send nothing during the
+stall, and would not measure it.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ from jitney.engine.common.trace import Arrival
 from jitney.engine.lab.bench.client import Answer
 from jitney.engine.lab.simulation.engine_run import span
 
-#: How often the event loop is asked whether it is late, seconds.
+#: Seconds between two measurements of the event loop's lag.
 _LAG_EVERY_S = 0.02
-#: The client is the bottleneck above these: share of one CPU, and late by so many seconds at the
-#: 99th percentile.
+#: The client is the bottleneck above these values: share of one CPU, and p99 of the lag in seconds.
 _MOST_CPU, _MOST_LAG_S = 0.85, 0.05
 
 #: Sends request number n and waits for its answer.
 _Send = Callable[[int], Awaitable[Answer]]
-#: Called with how many requests have ended, of how many.
+#: Called with the number of ended requests and of all requests.
 type Watch = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
 class Sender:
-    """Whether the client kept up."""
+    """Measurements of the client, which show whether it kept up."""
 
-    #: Of one CPU, over the run.
+    #: Mean share of one CPU over the run.
     cpu_share: float = 0.0
-    #: How late its event loop woke up, seconds.
+    #: Delays with which its event loop woke up, seconds.
     lag_s: list[float] = field(default_factory=list)
-    #: How long after its time each request was sent, seconds; empty unless an open loop sends any
-    #: number of requests.
+    #: Delay of each request after its intended time, seconds; only measured in an open loop without
+    #: a limit of open requests.
     late_s: list[float] = field(default_factory=list)
 
     @property
     def trouble(self) -> str:
-        """Why the figures may be the client's and not the server's; empty if it kept up."""
+        """Why the client may have distorted the figures; empty if it kept up."""
         reasons = []
         if self.cpu_share > _MOST_CPU:
             reasons.append(f"it used {self.cpu_share:.0%} of a CPU")
@@ -72,19 +71,19 @@ class Sender:
 class LoadResult:
     """A run over HTTP."""
 
-    #: In the order of the arrivals, seconds of time.monotonic().
+    #: Requests in the order of the arrivals; times are time.monotonic() in seconds.
     requests: list[RequestRecord]
-    #: Likewise.
+    #: Answers in the same order.
     answers: list[Answer]
-    #: Zero of the arrivals.
+    #: time.monotonic() from which arrival times count.
     started: float
-    #: From the first intended arrival to the last end.
+    #: Seconds from the first intended arrival to the last end.
     seconds: float
-    #: Whether the client kept up.
+    #: Measurements of the client.
     sender: Sender
 
     def figures(self, **options: Any) -> JsonDict:
-        """As `summary.summarise`, of what a client knows; options: its slo and price_per_hour."""
+        """Figures of `summary.summarise` that a client knows. options: slo and price_per_hour."""
         return summarise(self.requests, records=None, seconds=self.seconds, **options)
 
 
@@ -103,9 +102,9 @@ async def run_load(
 ) -> LoadResult:
     """Send every arrival at its time and wait for all answers.
 
-    concurrency: most requests open at a time, 0: any number. closed: a request comes when one of
-    those ends, so that its time counts from then; else a request that waits for one of the
-    `concurrency` to end waits on its own time. started: time.monotonic() of the start; None: now.
+    concurrency: most open requests, 0: any number. closed: in a closed loop, a request's time
+    counts from the end of the request before it; otherwise the wait for one of the `concurrency`
+    open requests to end is part of its latency. started: time.monotonic() of the start; None: now.
     """
     sender = Sender()
     slots = asyncio.Semaphore(concurrency or len(arrivals))
@@ -141,7 +140,7 @@ async def run_load(
 
 
 def _record_of(number: int, arrival: Arrival, intended: float, answer: Answer) -> RequestRecord:
-    """A request as its client saw it, with the endpoint's token counts where it tells them."""
+    """A request as measured by its client, with the endpoint's token counts if it sends them."""
     return RequestRecord(
         number=number,
         tenant=arrival.tenant,
@@ -159,7 +158,7 @@ def _first_token(answer: Answer) -> float | None:
     if answer.chunks:
         return answer.chunks[0]
     if answer.served and answer.n_output:
-        return answer.finished  # its only tokens are no text: they came with the end
+        return answer.finished  # its only tokens have no text, and come with the end
     return None
 
 

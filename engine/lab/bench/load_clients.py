@@ -1,7 +1,9 @@
-"""A load shared by several processes: one Python client reads some ten thousand tokens a second.
+"""Distributes a load over several processes, since one Python client reads only about ten thousand
+tokens a second.
 
-Each process gets its share of the requests, and all begin at one time of the machine's monotonic
-clock. Run as a module it is one of them: a job on standard input, then the time; lines of JSON out.
+Each process gets its share of the requests, and all start at the same time of the machine's
+monotonic clock. Run as a module, this is one of the processes: it reads a job and the start time
+from standard input, and prints lines of JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from jitney.engine.lab.bench.load import LoadResult, Sender, Watch, ignore_progr
 from jitney.engine.lab.simulation.engine_run import span
 
 _MODULE = "jitney.engine.lab.bench.load_clients"
-#: Seconds from the moment at which all are ready to the start.
+#: Seconds from the time at which all processes are ready to the start.
 _LEAD_S = 0.2
-#: Most bytes of a line: it holds the times of all tokens of a share.
+#: Most bytes of a line, which holds the times of all tokens of a share.
 _LINE_BYTES = 1 << 30
 
 
@@ -34,15 +36,15 @@ class _Job(msgspec.Struct, frozen=True):
 
     endpoint: RemoteEndpoint
     arrivals: list[Arrival]
-    #: The prompt of each.
+    #: Prompt of each arrival.
     texts: list[str]
-    #: As for `run_load`.
+    #: See `run_load`.
     concurrency: int
     closed: bool
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """A line that a process prints: it is ready, it has progressed, or its results."""
+    """A line that a process prints when it is ready, has made progress, or has results."""
 
     #: Requests that have ended since the last line.
     ended: int = 0
@@ -61,7 +63,7 @@ async def run_shared_load(
     closed: bool = False,
     watch: Watch = ignore_progress,
 ) -> LoadResult:
-    """As `run_load`, by so many processes. Raises JitneyError if one of them dies."""
+    """`run_load` in `clients` processes. Raises JitneyError if one of them dies."""
     clients = min(clients, len(arrivals), concurrency or len(arrivals))
     ended = 0
 

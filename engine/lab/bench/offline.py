@@ -1,4 +1,4 @@
-"""Runs in this process: compiled programs are shared, each run has its own scheduler and pages."""
+"""Benchmark runs in this process: they share compiled programs; each has a scheduler and pages."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 
-#: Requests that the capacity is measured with, for each seat.
+#: Requests per seat in the measurement of the capacity.
 _CAPACITY_ROUNDS = 4
-#: Limits with which a scheduler refuses no request, but for those of how many may wait.
+#: Limits with which a scheduler refuses no request, except for the limit of waiting requests.
 _NO_REFUSALS = {"max_predicted_wait_s": 0.0, "max_waiting_tokens": 2**31 - 1}
 
-#: Called with what runs (a policy, or "capacity"), and how many of how many requests have ended.
+#: Called with the run's name (a policy, or "capacity"), ended requests, and all requests.
 type NamedWatch = Callable[[str, int, int], None]
 #: Runs by the policy's name.
 type PolicyRuns = Mapping[str, EngineRun]
@@ -39,13 +39,13 @@ type PolicyRuns = Mapping[str, EngineRun]
 
 @dataclass(frozen=True, slots=True)
 class PromptedArrival:
-    """An arrival and the prompt ids it brings."""
+    """An arrival and its prompt ids."""
 
     arrival: Arrival
     prompt: list[int]
 
     def shortened(self) -> PromptedArrival:
-        """The same prompt at once, with a few output tokens."""
+        """A copy that arrives at 0 and has few output tokens."""
         n_output = min(8, self.arrival.n_output)
         return PromptedArrival(Arrival(0.0, self.arrival.n_prompt, n_output), self.prompt)
 
@@ -56,7 +56,7 @@ def outputs_of(run: EngineRun) -> list[list[int]]:
 
 
 def bill_of(run: EngineRun) -> Bill:
-    """The device time of a run, by kind of rows."""
+    """The device time of a run by kind of row."""
     free = run.shape.buckets.padding_is_free
     return Bill.of_steps(run.records, run.seconds, padding_is_free=free)
 
@@ -74,10 +74,10 @@ class _RealClock:
 
 
 class OfflineBench:
-    """Measures traffic on an engine of this process, given its core and its tokenizer.
+    """Measures traffic on an engine in this process, by its core and its tokenizer.
 
-    The engine must be idle. Every run starts with empty pages. encode: text -> ids; sleep: passes
-    so many seconds of the clock.
+    The engine must be idle. Every run starts with empty pages. encode: text -> ids; sleep: waits
+    for a number of seconds of the clock.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class OfflineBench:
         )
 
     def requests(self, arrivals: Sequence[Arrival], seed: int = 0) -> list[PromptedArrival]:
-        """The arrivals with prompts of their lengths. ConfigError if one does not fit."""
+        """The arrivals with prompts of their lengths. Raises ConfigError if one does not fit."""
         pool = self._core.scheduler.pool
         most = min(self.limits.context_length, pool.capacity * pool.page_size + 1)
         requests = []
@@ -119,7 +119,7 @@ class OfflineBench:
         return requests
 
     def warm_up(self, requests: Sequence[PromptedArrival], seconds: float = 2.0) -> None:
-        """Run some of the requests for about so long, for caches and clock frequencies."""
+        """Run some requests for about `seconds`, to warm up caches and clock frequencies."""
         short = [request.shortened() for request in requests[: self.limits.max_seats]]
         until = self.clock() + seconds
         while self.clock() < until:
@@ -133,10 +133,10 @@ class OfflineBench:
         watch: Watch = ignore_progress,
         **limits: Any,
     ) -> EngineRun:
-        """Serve the requests (ascending in time), with their tokens and the times of these.
+        """Serve the requests (ascending in time). The result has their tokens and token times.
 
-        concurrency: a closed loop, in which a request comes when fewer than so many are open; 0: by
-        their times. limits: fields of SchedulerLimits that differ from the engine's. Raises
+        concurrency: open requests of a closed loop, in which a request comes when fewer are open;
+        0: open loop. limits: fields of SchedulerLimits that differ from the engine's. Raises
         ConfigError for impossible limits.
         """
         core = self._new_core(len(requests), limits)
@@ -161,7 +161,7 @@ class OfflineBench:
         watch: NamedWatch = lambda policy, done, total: None,
         **limits: Any,
     ) -> dict[str, EngineRun]:
-        """Serve the same requests once under each policy, in that order; limits: as in `run`."""
+        """Serve the same requests once under each policy, in order. limits: see `run`."""
         return {
             policy: self.run(
                 requests,
@@ -176,11 +176,11 @@ class OfflineBench:
     def capacity(
         self, arrivals: Sequence[Arrival], *, seed: int = 0, watch: Watch = ignore_progress
     ) -> tuple[float, EngineRun]:
-        """(requests a second that continuous batching serves when there is always a next one, the
-        run that showed it).
+        """(requests a second that continuous batching serves with a queue that is never empty, the
+        measured run).
 
-        Measured on four requests for each seat, the first again after the last, as a closed loop
-        with twice as many open as seats. seed: as in `requests`.
+        Measured with four requests per seat, which are repeated if there are fewer, in a closed
+        loop with twice as many open requests as seats. seed: see `requests`.
         """
         seats = self.limits.max_seats
         coming = _again_and_again(arrivals, _CAPACITY_ROUNDS * seats)
@@ -190,7 +190,7 @@ class OfflineBench:
         return _tokens_while_full(run.requests, seats) / mean, run
 
     def _new_core(self, requests: int, limits: JsonDict) -> EngineCore:
-        """A core as the engine's own, with other limits and a queue that all requests fit in."""
+        """A core like the engine's own, with other limits and a queue that holds all requests."""
         own = self._core.scheduler
         changed = replace(own.limits, max_waiting_requests=requests + 1, **_NO_REFUSALS, **limits)
         scheduler = own.renewed(changed, self.clock)
@@ -206,7 +206,7 @@ def _request_at(requests: Sequence[PromptedArrival], number: int, at: float) -> 
 
 
 def _again_and_again(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
-    """So many of them; a conversation that comes again counts as another one."""
+    """`count` arrivals by repeating them; a repeated conversation counts as a new one."""
     talks = max(arrival.conversation for arrival in arrivals)
     coming = []
     for number in range(count):
@@ -220,10 +220,10 @@ def _again_and_again(arrivals: Sequence[Arrival], count: int) -> list[Arrival]:
 
 
 def _tokens_while_full(requests: Sequence[RequestRecord], seats: int) -> float:
-    """Output tokens a second from when as many have boarded as there are seats to when the last
-    one boards: until then a request waits for every seat that comes free.
+    """Output tokens a second while requests wait for every free seat: from the time at which as
+    many requests have boarded as there are seats, to the last boarding.
 
-    Tokens, not ends: of long answers few end in so short a time.
+    Tokens are counted instead of ends, since few long answers end in so short a time.
     """
     boarded = sorted(request.boarded for request in requests if request.boarded is not None)
     start, end = boarded[seats - 1], boarded[-1]

@@ -1,5 +1,5 @@
-"""A measurement over HTTP: find the model, learn how long texts are there, warm up, send, and read
-the ledger.
+"""Measures an endpoint over HTTP: finds the model, measures the token lengths of texts, warms up,
+sends the traffic, and reads the ledger.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ from jitney.engine.lab.bench.load import LoadResult, Watch, ignore_progress, run
 from jitney.engine.lab.bench.load_clients import run_shared_load
 from jitney.engine.lab.bench.text import arrival_prose, prose
 
-#: Words of the texts by which the endpoint's tokens are learnt: at first few, then as many as the
-#: longest prompt has, but no more than this.
+#: Words of the two texts that measure the endpoint's tokens per word: few, and as many as the
+#: longest prompt has, at most this number.
 _FEW_WORDS, _MANY_WORDS = 16, 160
-#: Requests open while the capacity of a server is measured that does not say how many it runs at
-#: once.
+#: Open requests in the measurement of the capacity of a server that does not report its seats.
 _UNKNOWN_STREAMS = 64
 
 
 class _Ruler(NamedTuple):
-    #: Of the template around it.
+    #: Tokens of the template around a prompt.
     fixed: float
-    #: Of one word of a made-up prompt.
+    #: Tokens per word of a made-up prompt.
     per_word: float
 
     @classmethod
     def of(cls, one: int, many: int, words: int) -> _Ruler:
-        """From the tokens of one word, and of `words`."""
+        """The ruler from the tokens of one word (`one`) and of `words` words (`many`)."""
         per_word = (many - one) / (words - 1)
         return cls(one - per_word, per_word)
 
     def words(self, n_tokens: int) -> int:
-        """Words of a text that comes nearest to n_tokens, at least one."""
+        """Number of words whose text is nearest to n_tokens, at least one."""
         return max(1, round((n_tokens - self.fixed) / self.per_word))
 
 
 class EngineAbout(NamedTuple):
-    """An endpoint's /version; a text is empty where it does not say."""
+    """Contents of an endpoint's /version; a field is empty if unknown."""
 
     version: str = ""
     device: str = ""
@@ -57,7 +56,7 @@ class EngineAbout(NamedTuple):
 
     @classmethod
     async def read(cls, client: EndpointClient) -> EngineAbout:
-        """Read the endpoint's /version; all empty where there is no such page."""
+        """Read the endpoint's /version; all fields are empty if there is no such page."""
         about = await _read_json(client, "/version")
         if not isinstance(about, dict):
             return cls()
@@ -82,11 +81,11 @@ class OnlineRun:
 
     endpoint: RemoteEndpoint
     load: LoadResult
-    #: The server's own ledger over the run; None where it publishes none.
+    #: The server's own ledger over the run; None if it publishes none.
     bill: Bill | None = None
-    #: Mean wait in its queue, seconds; None likewise.
+    #: Mean wait in its queue, seconds; None if unknown.
     queue_mean_s: float | None = None
-    #: What the endpoint says of itself.
+    #: Contents of the endpoint's /version.
     about: EngineAbout = _UNKNOWN_ENGINE
 
 
@@ -95,8 +94,8 @@ class OnlineBench:
     """Measures traffic at an endpoint.
 
     Its methods raise ConfigError or JitneyError if the endpoint does not answer at all. warmup:
-    short requests sent before anything is timed; chosen anew for each measurement. clients:
-    processes that send.
+    number of short requests before each measurement, which are not timed. clients: number of
+    sending processes.
     """
 
     endpoint: RemoteEndpoint
@@ -111,9 +110,9 @@ class OnlineBench:
         closed: bool = False,
         watch: Watch = ignore_progress,
     ) -> OnlineRun:
-        """Send the arrivals to the endpoint; concurrency, closed: as for `run_load`.
+        """Send the arrivals to the endpoint. concurrency, closed: see `run_load`.
 
-        Texts are new in every run: an endpoint that remembers prompts would answer those of an
+        Texts are new in every run, since an endpoint with a prefix cache would answer those of an
         earlier run too fast.
         """
         async with EndpointClient(self.endpoint) as client:
@@ -172,11 +171,11 @@ class OnlineBench:
     async def capacity(
         self, arrivals: Sequence[Arrival], streams: int, watch: Watch = ignore_progress
     ) -> float:
-        """Requests a second that the endpoint serves when there is always a next one.
+        """Requests a second that the endpoint serves with a queue that is never empty.
 
-        A closed loop on the first requests, so many open at a time (0: twice the seats that the
-        server lists, 64 where it lists none), at most three times as many in all; only the time in
-        which all of them were open counts. JitneyError if too few were served to tell.
+        Measured in a closed loop of the first requests with `streams` open (0: twice the seats that
+        the server lists, 64 if it lists none), at most three times as many in total. Only the time
+        with that many open requests counts. Raises JitneyError if too few were served.
         """
         if not streams:
             async with EndpointClient(self.endpoint) as client:
@@ -188,14 +187,14 @@ class OnlineBench:
 
 
 async def _read_json(client: EndpointClient, path: str) -> Any:
-    """The page's content; None where there is no such page."""
+    """The page's JSON; None if there is no such page."""
     page = await client.read_page(path)
     with contextlib.suppress(ValueError):
         return None if page is None else page.json()
 
 
 async def _measured_ruler(client: EndpointClient, longest: int) -> _Ruler:
-    """From two texts, the longer one nearly of `longest` tokens."""
+    """Measure a ruler with two texts, the longer one of about `longest` tokens."""
     one, few = await _lengths(client, 1, _FEW_WORDS)
     if few <= one:
         raise JitneyError(
@@ -215,7 +214,7 @@ async def _lengths(client: EndpointClient, *words: int) -> list[int]:
 
 
 def _served_per_second(load: LoadResult, streams: int) -> float:
-    """While so many requests were open."""
+    """Requests served per second while `streams` requests were open."""
     ends = sorted(request.end for request in load.requests if request.served)
     full = len(ends) - streams
     if full < 1:
@@ -225,7 +224,7 @@ def _served_per_second(load: LoadResult, streams: int) -> float:
 
 
 async def _likely_streams(client: EndpointClient) -> int:
-    """Twice as many requests as the server runs at once, by its list of seats at /slots."""
+    """Twice the server's seats, by its list at /slots."""
     seats = await _read_json(client, "/slots")
     if isinstance(seats, list) and seats:
         return 2 * len(seats)
@@ -240,17 +239,17 @@ class _ServerMetrics:
 
     @classmethod
     async def read(cls, client: EndpointClient) -> _ServerMetrics | None:
-        """Now; None if it has no such page, or publishes none of ours."""
+        """Read the metrics; None if the server has no such page or no metrics of Jitney."""
         page = await client.read_page("/metrics")
         scrape = Scrape("" if page is None else page.text)
         return cls(scrape) if "rows_total" in scrape.names() else None
 
     def bill_since(self, before: _ServerMetrics, seconds: float) -> Bill:
-        """Rows and device time by kind since another reading, `seconds` ago.
+        """Rows and device time by kind since an earlier reading, `seconds` ago.
 
-        The server tells the time of all steps together, so it is split over the rows of all steps
-        alike, unlike a bill made from step records, or over all but padding where that is free;
-        idle is the rest of `seconds`.
+        The server reports the time of all steps together. It is split evenly over the rows of all
+        steps (without padding if that is free), unlike in a bill of step records. Idle is the rest
+        of `seconds`.
         """
         rows = {kind: round(self._since(before, "rows_total", kind=kind)) for kind in ROW_KINDS}
         busy_s = self._since(before, "step_seconds_sum")
@@ -258,7 +257,7 @@ class _ServerMetrics:
         return Bill.of_totals(rows, busy_s, seconds, padding_is_free=is_free)
 
     def queue_mean_since(self, before: _ServerMetrics) -> float | None:
-        """Mean seconds in the server's queue of requests that boarded since; None without any."""
+        """Mean seconds in the queue of requests that boarded since `before`; None without any."""
         count = self._since(before, "queue_seconds_count")
         return self._since(before, "queue_seconds_sum") / count if count > 0 else None
 

@@ -1,5 +1,5 @@
-"""Engines as processes of this machine: how each is started, when it is ready, how it is ended;
-and the int8 folder that one of them reads.
+"""Starts and stops engines as processes on this machine, and writes the int8 model folder for one
+of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jitney.engine.common.errors import JitneyError, ModelError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.core import SafetensorsFolder, read_json
 
-#: Seconds that an engine gets to be ready (the first start of some compiles for minutes), and to
-#: stop.
+#: Timeout of an engine's start (some compile for minutes at the first one), and of its end,
+#: seconds.
 _START_S, _STOP_S = 900.0, 30.0
 _LOOK_EVERY_S = 0.5
-#: Memory allocator that vLLM's CPU build asks for.
+#: Memory allocator that vLLM's CPU build recommends.
 _TCMALLOC = "/usr/lib/*/libtcmalloc_minimal.so.4"
 #: Last bytes of an engine's output that are shown when it fails.
 _LOG_TAIL = 1500
@@ -51,7 +51,7 @@ _VLLM_ENVIRONMENT = {
 }
 
 
-#: What stands beside the weights and is copied as it is.
+#: Files of a model folder that are copied unchanged.
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHTS = "model.safetensors"
 _MOST = 127
@@ -61,20 +61,20 @@ _SCALED_INTS: JsonDict = {"num_bits": 8, "type": "int", "symmetric": True}
 class Peer(NamedTuple):
     """An engine that can be started."""
 
-    #: In the table.
+    #: Name in the table.
     name: str
-    #: But for its host and port.
+    #: Command without host and port.
     command: tuple[str, ...]
-    #: What its environment has beside ours.
+    #: Additional environment variables.
     environment: Mapping[str, str]
-    #: What a reader should know of how it runs.
+    #: Settings that a reader of the table should know.
     settings: str
 
     @classmethod
     def ours(
         cls, model: str, kernels: str, dtype: str, weights: str = "", more: Sequence[str] = ()
     ) -> Peer:
-        """This engine, as `jitney serve` starts it; weights: "" for the default. more: flags."""
+        """Jitney, started by `jitney serve`. weights: "" for the default. more: further flags."""
         program = "import sys; from jitney.engine.cli import main; sys.exit(main())"
         words = ("serve", model, "--dtype", dtype, "--no-prefix-cache", "--kernels", kernels, *more)
         name = f"Jitney, {kernels} kernels"
@@ -90,7 +90,7 @@ class Peer(NamedTuple):
 
     @classmethod
     def vllm(cls, executable: str, folder: str, dtype: str, name: str = "vLLM, CPU") -> Peer:
-        """vLLM's CPU build on a Hugging Face folder of the same model; name: in the table."""
+        """vLLM's CPU build on a Hugging Face folder of the same model. name: in the table."""
         flags = (*_VLLM_FLAGS, "--dtype", dtype)
         preload = _preload(executable)
         names = ", ".join(Path(path).name for path in preload)
@@ -104,15 +104,17 @@ class Peer(NamedTuple):
 
     @classmethod
     def vllm_w8a8(cls, executable: str, folder: Path, target: Path, dtype: str) -> Peer:
-        """The same on a copy of that folder, made as `target`, whose products are int8 by int8.
-        Raises ModelError where the folder holds no model, or one that is quantised already.
+        """vLLM's CPU build on a copy of the folder, written to `target`, with int8 by int8
+        products. Raises ModelError if the folder holds no model, or a quantised one.
         """
         _write_w8a8(folder, target)
         return cls.vllm(executable, str(target), dtype, name="vLLM, CPU, w8a8")
 
     @contextmanager
     def serving(self, port: int) -> Iterator[str]:
-        """The engine's address once it is ready; it is stopped at the end. Raises JitneyError."""
+        """Start the engine and yield its address once it is ready; stop it at the end. Raises
+        JitneyError.
+        """
         url = f"http://127.0.0.1:{port}"
         with tempfile.TemporaryFile() as log, _terminable():
             process = _start(self, port, log)
@@ -124,7 +126,7 @@ class Peer(NamedTuple):
 
 
 def _preload(executable: str) -> list[str]:
-    """The allocator, and the OpenMP that vLLM's environment brings, as far as they are here."""
+    """Libraries to preload, if present: the allocator, and OpenMP from vLLM's environment."""
     openmp = str(Path(executable).resolve().parent.parent / "lib" / "libiomp5.so")
     return sorted(glob.glob(_TCMALLOC))[:1] + glob.glob(glob.escape(openmp))
 
@@ -145,7 +147,7 @@ def _start(peer: Peer, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that the engine it started is stopped too."""
+    """Turn SIGTERM into an exception, so that the started engine is stopped, too."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -188,7 +190,7 @@ def _tail(log: IO[bytes]) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the engine and whatever it started, politely at first."""
+    """Terminate the engine and all its child processes; kill them after a timeout."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -199,10 +201,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _write_w8a8(folder: Path, target: Path) -> None:
-    """Make `target`, a new folder, of the model in `folder`, as the compressed-tensors library has
-    "int-quantized": every matrix of the layers as whole numbers from -127 to 127 with one scale for
-    each output, and rows rounded as they come, each with its own scale. That is what `--weights
-    int8` does here on a CPU. The embedding, the head and the norms stay as they are.
+    """Write the model in `folder` to a new folder `target` in the "int-quantized" format of the
+    compressed-tensors library: every matrix of the layers as integers from -127 to 127 with one
+    scale per output, and rows quantised at run time, each with its own scale. This is the same as
+    `--weights int8` on a CPU. The embedding, the head and the norms stay unchanged.
     """
     config = read_json(folder, "config.json")
     if "quantization_config" in config:
@@ -222,7 +224,7 @@ def _write_w8a8(folder: Path, target: Path) -> None:
 
 
 def _stored(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
-    """A tensor as it is, or a matrix of a layer [O, I] as int8 with scales [O, 1]."""
+    """The tensor unchanged; a layer's matrix [O, I] as int8 with scales [O, 1]."""
     if ".layers." not in name or tensor.ndim != 2 or not name.endswith(".weight"):
         return {name: tensor}
     wide = tensor.astype(np.float32)

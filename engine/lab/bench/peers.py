@@ -1,9 +1,8 @@
-"""Engines served one after another on this machine and driven by one client over HTTP, so that
-their figures can stand in one table.
+"""Compares engines that are served one after another on this machine, with one client over HTTP.
 
 Every engine gets the same token ids as prompts, the same output lengths (greedy, the end of a text
-ignored), no prefix cache and the whole machine; the client is this process, on the same cores, and
-its share of them is measured. Lengths are checked by the engine's own usage counts.
+is ignored), no prefix cache and the whole machine. The client is this process, on the same cores,
+and its share of them is measured. The engine's own usage counts are compared with the lengths.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from jitney.engine.lab.simulation.workload import (
 #: Log-normal lengths around 96 and 64 tokens.
 PROMPTS, OUTPUTS = LogNormal(96, 0.5, 4, 384), LogNormal(64, 0.5, 4, 256)
 _LONG_PROMPT = 512
-#: Prompts of that length, and how many of them are open at a time.
+#: Number of long prompts, and how many of them are open at the same time.
 _LONG_REQUESTS, _LONG_STREAMS = 24, 8
-#: A single stream is slow, and so gets fewer requests.
+#: Requests of a single stream; fewer, since it is slow.
 _SINGLE_REQUESTS = 16
 _SEED = 0
 #: Text -> token ids.
@@ -52,9 +51,9 @@ type _Encode = Callable[[str], list[int]]
 
 
 class _Measurement(NamedTuple):
-    #: streams_<n> for a closed loop, prompts_<n> for long prompts.
+    #: Name: streams_<n> for a closed loop, prompts_<n> for long prompts.
     name: str
-    #: Requests open at a time.
+    #: Requests that are open at the same time.
     streams: int
     #: Token ids of each prompt.
     prompts: list[list[int]]
@@ -72,13 +71,13 @@ class _Measurement(NamedTuple):
         }
 
     def warm_up(self) -> _Measurement:
-        """Its first requests with short outputs, as many as are open at a time."""
+        """A copy with the first `streams` requests and short outputs."""
         few = max(2, self.streams)
         outputs = [min(8, n_output) for n_output in self.outputs[:few]]
         return _Measurement("warm-up", self.streams, self.prompts[:few], outputs)
 
     def arrivals(self) -> list[Arrival]:
-        """As a closed loop takes them."""
+        """The requests as arrivals of a closed loop."""
         lengths = zip(self.prompts, self.outputs, strict=True)
         return [Arrival(0.0, len(prompt), n_output) for prompt, n_output in lengths]
 
@@ -86,15 +85,15 @@ class _Measurement(NamedTuple):
 @dataclass(slots=True)
 class _PeerResult:
     peer: Peer
-    #: What it says of itself.
+    #: Version that the engine reports.
     version: str = ""
     device: str = ""
     kernels: str = ""
     #: Seconds of each start.
     start_s: list[float] = field(default_factory=list)
-    #: For each repetition the figures by the measurement's name.
+    #: For each repetition: name of the measurement -> its figures.
     runs: list[dict[str, JsonDict]] = field(default_factory=list)
-    #: Why it was left out from then on; "" if it was not.
+    #: Reason why it was left out after a failure; "" if it did not fail.
     failed: str = ""
 
     def as_json(self) -> JsonDict:
@@ -111,9 +110,9 @@ class _PeerResult:
 
 
 def make_measurements(encode: _Encode, streams: Sequence[int], requests: int) -> list[_Measurement]:
-    """Closed loops of so many streams, and long prompts with one output token each.
+    """Closed loops with these numbers of streams, and long prompts with one output token each.
 
-    requests: of each of them, at most; slow ones have fewer.
+    requests: most requests of each measurement; slow ones have fewer.
     """
 
     def drawn(
@@ -131,7 +130,7 @@ def make_measurements(encode: _Encode, streams: Sequence[int], requests: int) ->
     return [*works, drawn(f"prompts_{_LONG_PROMPT}", _LONG_STREAMS, count, *lengths)]
 
 
-#: What holds for every engine.
+#: Conditions that are the same for every engine.
 _TERMS = {
     "client": "this process, on the same machine, over HTTP with streaming",
     "prompts": "token ids, the same for every engine",
@@ -144,7 +143,7 @@ class PeerBench:
     """Starts engines in turn and measures each."""
 
     measurements: Sequence[_Measurement]
-    #: Where they listen; 0: any free port.
+    #: Port on which engines listen; 0: any free one.
     port: int
     #: Called with the report so far, after every measurement.
     save: Callable[[JsonDict], None]
@@ -153,8 +152,8 @@ class PeerBench:
     results: list[_PeerResult] = field(default_factory=list)
 
     def compare(self, peers: Sequence[Peer], repetitions: int) -> JsonDict:
-        """Start the engines in turn, `repetitions` times over, and measure each; returns the
-        report. An engine that fails is left out from then on, with the reason in the report.
+        """Start the engines in turn, `repetitions` times each, and measure them. Returns the
+        report. An engine that fails is left out afterwards, and the report has the reason.
         """
         self.results = [_PeerResult(peer) for peer in peers]
         for repetition in range(repetitions):
@@ -191,7 +190,7 @@ class PeerBench:
                 self.say(_progress_line(measurement.name, figures))
 
     def report(self) -> JsonDict:
-        """Everything that is known so far, ready for JSON."""
+        """All results so far as JSON."""
         return {
             "machine": cpu_name(),
             **_TERMS,
@@ -209,7 +208,7 @@ def _progress_line(name: str, figures: JsonObject) -> str:
 
 
 async def _drive(client: EndpointClient, measurement: _Measurement) -> LoadResult:
-    """Send the requests as a closed loop. JitneyError if one fails or has another length."""
+    """Send the requests as a closed loop. Raises JitneyError if one fails or has another length."""
 
     async def send(number: int) -> Answer:
         body = client.endpoint.body("", measurement.outputs[number])
@@ -234,8 +233,8 @@ def _check_answer(name: str, arrival: Arrival, answer: Answer) -> None:
 
 
 def _figures_of(load: LoadResult) -> JsonDict:
-    """The figures of one measurement; tokens by the engine's usage counts, seconds from the first
-    request's sending to the last one's end.
+    """The figures of one measurement: tokens by the engine's usage counts, seconds from the start
+    of the first request to the end of the last one.
     """
     figures = load.figures()
     return {
@@ -249,7 +248,7 @@ def _figures_of(load: LoadResult) -> JsonDict:
     }
 
 
-#: Figures whose medians are reported, by where each stands among a measurement's.
+#: Name of a figure with a median in the report -> function that reads it from a measurement.
 _MEDIANS: dict[str, Callable[[JsonObject], float]] = {
     "output_tok_s": lambda figures: figures["output_tok_s"],
     "prompt_tok_s": lambda figures: figures["prompt_tok_s"],
@@ -260,7 +259,7 @@ _MEDIANS: dict[str, Callable[[JsonObject], float]] = {
 
 
 def _medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]:
-    """For each measurement the median, least and most of its figures over the repetitions."""
+    """Median, least and most of each measurement's figures over the repetitions."""
     medians: dict[str, JsonDict] = {}
     for name in dict.fromkeys(name for run in runs for name in run):  # in order, each once
         repetitions = [run[name] for run in runs if name in run]
@@ -273,8 +272,8 @@ def _medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]
 
 
 def kernel_ratios(report: JsonObject, engines: Sequence[str]) -> dict[str, float]:
-    """For each measurement, the first engine's median over the second's: prompt tokens where
-    outputs are one token long, else output tokens. Empty if one of them was not measured.
+    """For each measurement, the first engine's median divided by the second's: of prompt tokens if
+    outputs are one token long, else of output tokens. Empty if one of them was not measured.
     """
     known = report["engines"]
     if not known.keys() >= set(engines):
@@ -288,12 +287,12 @@ def kernel_ratios(report: JsonObject, engines: Sequence[str]) -> dict[str, float
 
 
 def _speed(medians: JsonObject, name: str) -> JsonDict:
-    """Median, least and most of the tokens a second that a measurement is about."""
+    """Median, least and most of the tokens a second that the measurement reports."""
     return medians[name]["prompt_tok_s" if name.startswith("prompts_") else "output_tok_s"]
 
 
 def markdown(report: JsonObject) -> str:
-    """The table for a page, with the machine above it. report: of `PeerBench.report`."""
+    """The report as a Markdown table, with the machine above it. report: `PeerBench.report`."""
     taken = (
         f"{report['machine']}; over HTTP with streaming, the client on the same machine; "
         "medians (least - most)."
@@ -322,7 +321,7 @@ def _head(name: str, sent: JsonObject) -> str:
 
 
 def _speed_cell(medians: JsonObject, name: str) -> str:
-    """Median, with least and most in brackets where they differ; empty if not measured."""
+    """Median, with least and most in brackets if they differ; empty if not measured."""
     if name not in medians:
         return ""
     figure = _speed(medians, name)

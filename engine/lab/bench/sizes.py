@@ -1,7 +1,7 @@
-"""Threads, seats, token budget and buckets by what steps take on this machine.
+"""Chooses threads, seats, token budget and buckets from step times on this machine.
 
-A size is worth its longer step as long as it raises the tokens a second and no client that reads
-along has to wait (docs/decisions/log.md, 94).
+A larger size is chosen as long as it raises the tokens a second, and its steps are short enough for
+a client that reads along (docs/decisions/log.md, 94).
 """
 
 from __future__ import annotations
@@ -22,36 +22,38 @@ from jitney.engine.config import Config, SizeValue, settings
 from jitney.engine.core import OtherWork, powers_of_two, processors_here
 from jitney.engine.server import core_environ
 
-#: A step that takes longer than it may is chosen only where the smallest takes almost as long.
+#: A step beyond its time limit is only chosen if the smallest takes almost as long: the largest
+#: ratio of both.
 _ALMOST = 1.5
-#: A size up to the usual one must bring this share of the rows a second of the best: where all
-#: bring about as many, small steps only keep prompts waiting.
+#: Least rows a second of a size up to the usual one, as a share of the best: if all sizes are about
+#: as fast, small steps only make prompts wait.
 _AS_GOOD = 0.9
-#: A bucket is left out where the next one is hardly slower; products are ours where they are.
+#: Ratio up to which a step counts as hardly slower: then the smaller bucket is left out, and our
+#: products are used.
 _HARDLY = 1.03
-#: Half the threads are enough where they need no more than so many times as long.
+#: Half the threads are enough if steps take at most this many times as long.
 _AS_FAST = 1.05
-#: Fewest seats, so that few requests that come together share a step.
+#: Least seats, so that a few simultaneous requests share a step.
 _LEAST_SEATS = 4
 #: Rows of the smallest step with a prompt.
 _LEAST_ROWS = 16
-#: What is tried at most.
+#: Most seats and most rows that are tried.
 _MOST_SEATS, _MOST_ROWS = 128, 2048
-#: Seconds of a look at what other programs do, before anything is timed.
+#: Seconds for which the work of other programs is measured before steps are timed.
 _LOOK_S = 0.5
-#: Rows of a product, no limit.
+#: Value of `product_rows` without limit.
 _ANY_ROWS = 1 << 20
-#: Seconds that one process of measuring gets.
+#: Timeout of a measuring process, seconds.
 _LIMIT_S = 900.0
 
 
 class _SizeRule(NamedTuple):
-    #: The size that is taken where nothing speaks against it.
+    #: The default size.
     usual: int
-    #: Seconds that a step of at most that size may take, and one of a larger size.
+    #: Most seconds of a step of at most that size, and of a larger one.
     limit_s: float
     larger_limit_s: float
-    #: Rows a second of a larger size, over those of half of it, at least.
+    #: Least ratio of the rows a second of a larger size to those of half the size.
     worth: float
 
 
@@ -72,30 +74,30 @@ class SizeTimes(msgspec.Struct, frozen=True):
     """Times with one number of threads, both ascending."""
 
     threads: int
-    #: Steps in which so many seats decode.
+    #: Steps by decoding seats.
     decode: tuple[Timed, ...]
-    #: Steps that compute so many rows of one prompt.
+    #: Steps by rows of one prompt.
     prompts: tuple[Timed, ...]
-    #: Products of more rows than `product_rows` were XLA's and could be ours.
+    #: Whether our kernels could replace XLA's products of more rows than `product_rows`.
     rows_choose: bool = False
-    #: The kernels were never measured beside the reference on a CPU like this one.
+    #: Whether the kernels were never compared with the reference on a CPU of this kind.
     untried: bool = False
 
 
 class TimedStep(msgspec.Struct, frozen=True, array_like=True):
     """A step of one size, and how long timing it took."""
 
-    #: Of `SizeTimes`.
+    #: Field of `SizeTimes`.
     kind: Literal["decode", "prompts"]
     step: Timed
-    #: Seconds.
+    #: Seconds that timing it took.
     spent_s: float = 0.0
 
 
 class TimingOrder(msgspec.Struct, frozen=True):
     """The order to a process that measures."""
 
-    #: The JSON of a `Config`.
+    #: A `Config` as JSON.
     config: msgspec.Raw
     #: Steps that need not be timed again.
     known: tuple[TimedStep, ...]
@@ -108,7 +110,7 @@ class TimingLine(msgspec.Struct, frozen=True):
 
     step: TimedStep | None = None
     times: SizeTimes | None = None
-    #: Share of the processors' time that other programs used, which was too much.
+    #: Share of the processors' time that other programs used, if it was too much.
     other_work: float = 0.0
 
 
@@ -123,7 +125,7 @@ class OtherPrograms(JitneyError):
 
 
 class NoTimeLeft(JitneyError):
-    """Timing has taken as long as it may."""
+    """The time for timing steps is used up."""
 
 
 def _ignore(what: object) -> None:
@@ -134,10 +136,10 @@ def _usual(name: str) -> int:
     return settings()[name].field.default
 
 
-#: Decoding sequences of a step: with each doubling every token of every stream comes later.
+#: Rule for the decoding sequences of a step: each doubling delays every token of every stream.
 _SEATS = _SizeRule(_usual("max_seats"), limit_s=0.2, larger_limit_s=0.2, worth=1.1)
-#: Rows of a step with prompts, which others wait for. Steps beyond the usual size come only where
-#: so many rows wait, and then end sooner for all of them: a little more a second is enough.
+#: Rule for the rows of a step with prompts, which other requests wait for. Steps beyond the usual
+#: size only run if that many rows wait, so a small gain in rows a second is enough.
 _ROWS = _SizeRule(_usual("token_budget"), limit_s=0.5, larger_limit_s=0.3, worth=1.03)
 
 #: Times the steps of an engine with these settings.
@@ -146,14 +148,16 @@ _Values = dict[str, SizeValue]
 
 
 class _Measured(msgspec.Struct, frozen=True):
-    #: With all threads first, in the sizes that were tried last, then with the fewer threads.
+    #: Times with all threads, in the sizes that were tried last; then with fewer threads.
     times: tuple[SizeTimes, ...]
-    #: Settings by flat name, but for those that came out as they are by default.
+    #: Chosen settings by flat name, without those that equal the defaults.
     values: _Values
 
 
 async def sizes_here(config: Config, time_steps: _Time | None = None) -> _Measured:
-    """Those of this machine; as `_measure_sizes`. time_steps: None: `time_apart`."""
+    """Measure and choose the sizes on this machine (`_measure_sizes`). time_steps: None:
+    `time_apart`.
+    """
     others = OtherWork(processors_here(config.engine.threads).chosen)
     await asyncio.sleep(_LOOK_S)
     share = others.share()
@@ -163,11 +167,11 @@ async def sizes_here(config: Config, time_steps: _Time | None = None) -> _Measur
 
 
 async def _measure_sizes(config: Config, time_steps: _Time) -> _Measured:
-    """Measure, and choose. config: with the fixed sizes. Raises JitneyError if steps cannot be
-    timed, or only beside other work.
+    """Measure and choose sizes. config: with the fixed sizes. Raises JitneyError if steps cannot be
+    timed, or other work disturbs them.
 
-    The sizes grow as long as the largest is the best, then the threads are halved as long as half
-    of them are as fast. Where no time is left for that, what was timed decides.
+    The sizes grow as long as the largest is the best. Then the threads are halved as long as half
+    of them are as fast. If the time runs out, the choice is made from the times so far.
     """
     seats, rows = config.engine.max_seats, config.engine.token_budget
     times = await time_steps(_of_sizes(config, seats, rows))
@@ -197,7 +201,7 @@ async def _measure_sizes(config: Config, time_steps: _Time) -> _Measured:
 async def _choose_products(
     config: Config, times: SizeTimes, time_steps: _Time
 ) -> tuple[_Values, SizeTimes]:
-    """Settings of the products that make steps quicker than in `times`, and their times."""
+    """(settings of products with which steps are faster than in `times`, their times)."""
     engine = config.engine
     sizes = _of_sizes(config, engine.max_seats, engine.token_budget)
     if times.untried and engine.kernels == "auto":
@@ -226,8 +230,8 @@ def _slower_with(kernels: SizeTimes, plain: SizeTimes) -> bool:
 
 
 def _rows_as_fast(ours: SizeTimes, xlas: SizeTimes, few: int) -> int:
-    """Up to how many rows steps are hardly slower with our products than with XLA's, which had
-    those of more than `few`; _ANY_ROWS if all are.
+    """The rows up to which steps are hardly slower with our products than with XLA's, which were
+    used above `few` rows; _ANY_ROWS if this holds for all.
     """
     pairs = [
         *zip(ours.decode, xlas.decode, strict=False),
@@ -241,7 +245,7 @@ def _rows_as_fast(ours: SizeTimes, xlas: SizeTimes, few: int) -> int:
 
 
 def _best_size(timed: Sequence[Timed], rule: _SizeRule) -> int:
-    """The largest size that is worth its step."""
+    """The largest size that the rule allows."""
     best = timed[0]
     most = best.rate
     least_limit_s = _ALMOST * best.seconds
@@ -258,14 +262,14 @@ def _best_size(timed: Sequence[Timed], rule: _SizeRule) -> int:
 
 
 def _larger(times: SizeTimes, seats: int, rows: int) -> tuple[int, int]:
-    """Seats and rows to measure next: twice those that are the best and quick."""
+    """(seats, rows) to measure next: doubled if the largest is the best and fast."""
     more_seats = _best_seats(times) == seats < _MOST_SEATS and _quick(times.decode, _SEATS)
     more_rows = _best_rows(times) == rows < _MOST_ROWS and _quick(times.prompts, _ROWS)
     return seats * (1 + more_seats), rows * (1 + more_rows)
 
 
 def _quick(timed: Sequence[Timed], rule: _SizeRule) -> bool:
-    """Whether a step of twice the largest size may keep the limit."""
+    """Whether a step of twice the largest size may be within the time limit."""
     return timed[-1].seconds <= rule.larger_limit_s / 2
 
 
@@ -278,7 +282,7 @@ def _best_rows(times: SizeTimes) -> int:
 
 
 def _worth_a_program(timed: Sequence[Timed], most: int) -> tuple[int, ...]:
-    """The sizes up to `most` whose steps are quicker than those of the next one, and `most`."""
+    """The sizes up to `most` whose steps are faster than those of the next size, and `most`."""
     kept = [
         step.size
         for step, following in pairwise(timed)
@@ -288,7 +292,7 @@ def _worth_a_program(timed: Sequence[Timed], most: int) -> tuple[int, ...]:
 
 
 def _seat_buckets(timed: Sequence[Timed], seats: int) -> tuple[int, ...]:
-    """Those worth a program; (), which stands for the usual ones, if all that were timed are."""
+    """The seat buckets that are worth a program; () for the default ones if all timed sizes are."""
     kept = _worth_a_program(timed, seats)
     usual = tuple(step.size for step in timed if step.size <= seats)
     return () if kept == usual else kept
@@ -297,7 +301,7 @@ def _seat_buckets(timed: Sequence[Timed], seats: int) -> tuple[int, ...]:
 async def _try_fewer_threads(
     config: Config, times: SizeTimes, time_steps: _Time
 ) -> list[SizeTimes]:
-    """Times of the sizes chosen, with half the threads each time, until that is slower."""
+    """Times of the chosen sizes, with half the threads each time, until that is slower."""
     seats, rows = config.engine.max_seats, config.engine.token_budget
     config = _with(config, seat_buckets=(seats,), token_buckets=(rows,))
     found: list[SizeTimes] = []
@@ -325,7 +329,7 @@ def _as_fast(fewer: SizeTimes, all_of_them: SizeTimes, seats: int, rows: int) ->
 
 
 def _seconds_of(timed: Sequence[Timed], size: int) -> float:
-    """Seconds of the step that computes so many rows, else of the largest."""
+    """Seconds of the smallest step with at least `size` rows, else of the largest step."""
     return next((step.seconds for step in timed if step.size >= size), timed[-1].seconds)
 
 
@@ -348,7 +352,7 @@ def _with(config: Config, **sizes: SizeValue) -> Config:
 
 
 def _but_defaults(values: _Values) -> _Values:
-    """Without what a start would choose anyway."""
+    """The settings without those that equal the defaults."""
     known = settings()
     return {name: value for name, value in values.items() if value != known[name].field.default}
 
@@ -362,12 +366,12 @@ async def time_apart(
     limit_s: float | None = _LIMIT_S,
     most_other_work: float = OtherWork.most,
 ) -> SizeTimes:
-    """The times of an engine with these settings in a process of its own.
+    """Time the steps of an engine with these settings in a separate process.
 
-    known: steps that need not be timed again. on_process, on_step: called with the process, and
-    with each step once it is timed. limit_s: seconds that the process gets, None: no limit.
-    most_other_work: see `TimingOrder`. Raises OtherPrograms where these made steps slower, else
-    JitneyError with the last line that the process said if it fails.
+    known: steps that are not timed again. on_process, on_step: called with the process, and with
+    each timed step. limit_s: timeout of the process, None: no limit. most_other_work: see
+    `TimingOrder`. Raises OtherPrograms if they made steps slower, and JitneyError with the last
+    line of the process's output if it fails.
     """
     with tempfile.TemporaryFile() as errors:
         process = await start_child(
@@ -376,7 +380,7 @@ async def time_apart(
         try:
             on_process(process)
             assert process.stdin is not None and process.stdout is not None  # start_child
-            # Nothing of the server is its business, keys least of all.
+            # The process gets no settings of the server, above all no keys.
             own = config.model_dump_json(exclude={"server"})
             order = TimingOrder(msgspec.Raw(own.encode()), tuple(known), most_other_work)
             process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -394,18 +398,18 @@ async def time_apart(
 async def _last_of(
     lines: asyncio.StreamReader, on_step: Callable[[TimedStep], None]
 ) -> SizeTimes | None:
-    """All times that a process of measuring came to; None if it failed. Raises OtherPrograms."""
+    """The times of a measuring process; None if it failed. Raises OtherPrograms."""
     async for line in lines:
         try:
-            said = msgspec.json.decode(line, type=TimingLine)
+            message = msgspec.json.decode(line, type=TimingLine)
         except msgspec.MsgspecError:
             return None  # half a line: it has died
-        if said.step is not None:
-            on_step(said.step)
-        if said.other_work:
-            raise OtherPrograms(said.other_work)
-        if said.times is not None:
-            return said.times
+        if message.step is not None:
+            on_step(message.step)
+        if message.other_work:
+            raise OtherPrograms(message.other_work)
+        if message.times is not None:
+            return message.times
     return None
 
 

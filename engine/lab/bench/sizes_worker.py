@@ -1,8 +1,8 @@
-"""Times steps of growing sizes in a process of its own: a `TimingOrder` on standard input,
-lines of JSON (`TimingLine`) on standard output.
+"""Times steps of growing sizes in a separate process: a `TimingOrder` on standard input, lines of
+JSON (`TimingLine`) on standard output.
 
-Its own process, since the threads that compute are chosen once, and so that nothing of it is left
-when the engine starts.
+The process is separate because the number of compute threads is fixed per process, and so that its
+memory is free when the engine starts.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from jitney.engine.lab.bench.sizes import (
 from jitney.engine.lab.bench.step import StepCase
 from jitney.kernels.cpu.build import Level
 
-#: KV positions of each decoding sequence, where the pool has room for them.
+#: KV positions of each decoding sequence, if the pool is large enough.
 _CONTEXT = 384
-#: The longest prompt of a step: rows beyond it are more prompts. What a row of a longer one attends
-#: to, it does in steps of every size.
+#: Most rows of one prompt in a step; further rows are other prompts. Attention to longer contexts
+#: costs the same in steps of every size.
 _PROMPT = 512
-#: Seconds of a step beyond which no larger one is timed.
+#: Longest step after which no larger one is timed, seconds.
 _LONGEST_S = 1.0
-#: Each step is run so often, and for so many seconds, after one that does not count. The quickest
-#: counts: what else a machine does makes steps slower, never quicker.
+#: Least repeats and seconds for each step, after one that does not count. The fastest counts, since
+#: other work of the machine only makes steps slower.
 _REPEATS, _ENOUGH_S = 3, 0.25
-#: A step beside which other programs worked is timed again, so often and after so many seconds.
+#: Most tries for a step that other programs disturb, and seconds between two tries.
 _TRIES, _REST_S = 10, 1.0
-#: Says a line to the process that started this one.
+#: Sends a line to the process that started this one.
 _Say = Callable[[TimingLine], None]
-#: Linux: what ends with the process that started it, even while it stands still.
+#: Option of Linux's prctl: a signal for this process when its parent ends, even while stopped.
 _PR_SET_PDEATHSIG = 1
 
 
 def _main() -> int:
-    """Load the model, time its steps, print; exit status 1 and one line if that cannot be."""
-    # Libraries may print what they like.
+    """Load the model, time its steps, print the times; exit status 1 and one line if that fails."""
+    # Libraries may print to standard output.
     answers, sys.stdout = sys.stdout, sys.stderr
     order = msgspec.json.decode(sys.stdin.readline(), type=TimingOrder)
     config = Config.model_validate_json(bytes(order.config))
     threading.Thread(target=_die_with_parent, daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.nice(19)  # a server that serves meanwhile comes first
+    os.nice(19)  # a serving engine has priority
 
     def say(line: TimingLine) -> None:
         print(msgspec.json.encode(line).decode(), file=answers, flush=True)
@@ -81,15 +81,15 @@ def _main() -> int:
 
 
 def _die_with_parent() -> None:
-    """End this process when its parent, which holds its standard input open, has ended."""
+    """Make this process end with its parent, which keeps its standard input open."""
     sys.stdin.read()
     os._exit(1)
 
 
 def _measure(llm: LLM, order: TimingOrder, say: _Say) -> SizeTimes:
-    """Steps of an engine that does nothing else, from small ones up to the first that is too long
-    to be chosen; of those that are not known, each is said once it is timed. Raises ConfigError,
-    and OtherPrograms, which is said too.
+    """Time steps of an idle engine, from small ones up to the first that is too long to be chosen.
+    Each step that is not known yet is sent once it is timed. Raises ConfigError, and OtherPrograms,
+    which is sent, too.
     """
     scheduler = llm.core.scheduler
     pool, buckets = scheduler.pool, scheduler.buckets
@@ -112,7 +112,7 @@ def _measure(llm: LLM, order: TimingOrder, say: _Say) -> SizeTimes:
 
 
 def _decode_cases(buckets: Buckets, pool: PagePool, longest: int) -> Iterator[StepCase]:
-    """For as many seats as have a page each. longest: context of one."""
+    """Decode steps for at most as many seats as there are pages. longest: context of a sequence."""
     for bucket in buckets.decode:
         if bucket.seats > pool.capacity:
             return
@@ -122,7 +122,7 @@ def _decode_cases(buckets: Buckets, pool: PagePool, longest: int) -> Iterator[St
 
 
 def _rows_choose(runner: Any) -> bool:
-    """Whether any of the model's products would be others' with more `product_rows`."""
+    """Whether a larger `product_rows` would change the kernel of any of the model's products."""
     if runner.programs.step.kernels.name != "native":
         return False
     linears = runner.programs.step.model(runner.leaves).linears()
@@ -135,8 +135,8 @@ def _untried(runner: Any) -> bool:
 
 
 def _prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:
-    """(start, rows) of prompts of `each` rows, the last one of what is left, that fill the bucket;
-    at most `most` of them.
+    """(start, rows) of at most `most` prompts that fill the bucket: `each` rows per prompt, the
+    last one with the remaining rows.
     """
     firsts = range(0, bucket.tokens, each)[: min(most, bucket.seats)]
     return tuple((0, min(each, bucket.tokens - first)) for first in firsts)
@@ -145,7 +145,7 @@ def _prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int
 @dataclass(frozen=True)
 class _StepTimer:
     llm: LLM
-    #: By kind and size.
+    #: (kind, size) -> time of a step that is known already.
     known: Mapping[tuple[str, int], Timed]
     say: _Say
     #: See `TimingOrder`.
@@ -154,13 +154,13 @@ class _StepTimer:
     def timed(
         self, kind: Literal["decode", "prompts"], cases: Sequence[StepCase]
     ) -> Iterator[Timed]:
-        """Each case, up to the first that takes too long. Raises OtherPrograms."""
+        """Time each case, up to the first that takes too long. Raises OtherPrograms."""
         for case in cases:
             step = self.known.get((kind, case.bucket.tokens))
             if step is None:
                 started = time.process_time()
                 step = Timed(case.bucket.tokens, self._seconds_alone(case))
-                # Not by the clock, which goes on while this process stands still.
+                # CPU time, since the clock also runs while this process is stopped.
                 spent_s = (time.process_time() - started) / len(own_processors())
                 self.say(TimingLine(step=TimedStep(kind, step, spent_s)))
             yield step
@@ -168,7 +168,7 @@ class _StepTimer:
                 return
 
     def _seconds_alone(self, case: StepCase) -> float:
-        """Seconds of a step beside which no other program worked. Raises OtherPrograms."""
+        """Seconds of a step that no other program disturbed. Raises OtherPrograms."""
         for turn in range(_TRIES):
             if turn:
                 time.sleep(_REST_S)
@@ -182,7 +182,7 @@ class _StepTimer:
 
 
 def _least_seconds(llm: LLM, case: StepCase) -> float:
-    """Least seconds of a step alone, from its plan to its tokens."""
+    """Least seconds of a step without overlap, from its plan to its tokens."""
     runner: Any = llm.core.runner
     plan = case.plan(0, llm.core.scheduler.pool.page_size)
 

@@ -1,10 +1,10 @@
-"""The time of one step by bucket, rows and context, on the real runner: the table that a simulation
-needs.
+"""Measures the time of a step by bucket, rows and context on the real runner: the table for a
+simulation.
 
-Steps are made up (no scheduler): every bucket at several contexts, alike and mixed, whole and
-partly filled. They are run in shuffled order, each launched before the one before it is fetched, as
-the engine does, and timed as the engine's records are: until the tokens are on the host, since the
-launch or since the step before was done.
+Steps are made up, without a scheduler: every bucket at several equal and mixed contexts, full and
+partly filled. They run in shuffled order, each launched before the previous one is fetched, as in
+the engine. Times are measured as in the engine's records: until the tokens are on the host, from
+the launch or from the end of the previous step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from jitney.engine.common.step_cost import DeviceCeiling
     from jitney.engine.core import LLM, ModelConfig, Runner
 
-#: Contexts of decode rows, where the engine's context and its pages allow them.
+#: Contexts of decode rows, if the engine's context length and pages allow them.
 _CONTEXTS = (64, 384, 1024)
-#: Where a prompt chunk with a long past starts.
+#: Start position of a prompt chunk with a long past.
 _LATE = 768
 _GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 _IDEAL = Assumptions(bandwidth=1.0, flops=1.0, overhead_s=0.0, hop_s=0.0)
-#: What of the engine stands in the report.
+#: Facts of the engine that the report contains.
 _FACTS = (
     "model",
     "device",
@@ -50,7 +50,7 @@ _FACTS = (
     "token_budget",
     "page_size",
 )
-#: Called with how many rounds are done, of how many.
+#: Called with the number of finished rounds and of all rounds.
 _Watch = Callable[[int, int], None]
 
 
@@ -66,18 +66,18 @@ class StepCase:
 
     @property
     def positions(self) -> int:
-        """KV positions that its sequences hold."""
+        """KV positions of all its sequences."""
         prompts = sum(start + count for start, count in self.prompts)
         return sum(self.decode) + len(self.decode) + prompts
 
     def plan(self, number: int, page_size: int) -> Plan:
-        """The step as a plan whose sequences have just boarded, each with pages of its own."""
+        """The step as a plan whose sequences have just boarded, each with its own pages."""
         rows = [(length, 1, True) for length in self.decode]
         rows += [(start, count, False) for start, count in self.prompts]
         chunks = []
         page = 1  # 0 is trash
         for seat, (start, count, decode) in enumerate(rows):
-            # A decoding row's token is still on the device, as it is when the engine runs.
+            # A decoding row's token is still on the device, as in the engine.
             tokens = [1] * (start if decode else start + count)
             name = f"{number}-{seat}"
             request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
@@ -93,12 +93,12 @@ class StepCase:
 class _StepTiming:
     case: StepCase
     work: StepWork
-    #: Of each repeat.
+    #: Seconds of each repeat.
     seconds: list[float]
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Median seconds."""
         return median(self.seconds)
 
 
@@ -114,7 +114,9 @@ def _cases(buckets: Buckets, room: int, context: int) -> list[StepCase]:
 
 
 def _decode_cases(bucket: Bucket, contexts: Sequence[int], room: int) -> Iterator[StepCase]:
-    """All seats alike at each context that fits, half of them, and one long among short ones."""
+    """Decode steps: all seats at each context that fits, half of the seats, and one long context
+    among short ones.
+    """
     seats = bucket.seats
     fit = [length for length in contexts if length * seats < room] or [contexts[0]]
     for length in fit:
@@ -135,7 +137,9 @@ def _mixed_cases(bucket: Bucket, contexts: Sequence[int], context: int) -> Itera
 
 
 def _lone_prompts(bucket: Bucket, context: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """(start, rows) of prompts that fill a bucket: one, half of it, several, late in a long one."""
+    """(start, rows) of prompts for a bucket: one that fills it, one that fills half of it, several,
+    and one late in a long prompt.
+    """
     whole = min(bucket.tokens, context - 1)
     yield ((0, whole),)
     yield ((0, max(1, whole // 2)),)
@@ -153,8 +157,8 @@ def _time_cases(
     seconds: float,
     watch: _Watch = lambda done, total: None,
 ) -> list[_StepTiming]:
-    """Each case `repeats` times in shuffled rounds after one that does not count; at least one
-    round counts, and no new one begins after `seconds`.
+    """Time each case `repeats` times in shuffled rounds, after a round that does not count. At
+    least one round counts, and no new one begins after `seconds`.
     """
     plans = [case.plan(number, page_size) for number, case in enumerate(wanted)]
     timings = [_StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
@@ -174,10 +178,12 @@ def _time_cases(
 
 
 def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
-    """Device seconds of each plan (`records.STEP_DTYPE`), launched one ahead."""
+    """Device seconds of each plan (see `records.STEP_DTYPE`); each is launched before the previous
+    one is fetched.
+    """
 
     def launch(plan: Plan) -> tuple[Any, float]:
-        """(the launched step to fetch, when it was launched)."""
+        """(the launched step to fetch, time of the launch)."""
         launched = runner.launch(runner.batch(plan))
         return launched, time.perf_counter()
 
@@ -196,7 +202,7 @@ def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
 
 
 def _measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: float) -> Roofline:
-    """The least time that the measured bandwidth and rate allow."""
+    """A roofline with the measured bandwidth and rate, for the least time of a step."""
     number = "f32" if dtype == "float32" else "bf16"
     rates = MappingProxyType({"bf16": rate, "f32": rate})
     chip = Accelerator("measured", 0.0, bandwidth, rates, 1.0)
@@ -204,7 +210,7 @@ def _measured_floor(config: ModelConfig, dtype: str, bandwidth: float, rate: flo
 
 
 def _host_of(core: EngineCore, seats: int) -> HostTimes:
-    """The host's times of a step, from a short run of the engine itself with full seats."""
+    """The host's times of a step, from a short run of the engine with all seats taken."""
     pool, limits = core.scheduler.pool, core.scheduler.limits
     longest = min(limits.context_length, pool.capacity * pool.page_size // max(1, seats))
     prompt = [1] * max(1, min(32, longest // 2 - 1))
@@ -226,8 +232,8 @@ def measure(
     seconds: float,
     watch: _Watch = lambda done, total: None,
 ) -> JsonDict:
-    """The whole report, ready for JSON; "table" is what `StepTable.load` reads. Raises ConfigError
-    if the pool is too small for any step."""
+    """The whole report as JSON; its "table" is for `StepTable.load`. Raises ConfigError if the pool
+    is too small for any step."""
     from jitney.engine.core import measure_ceiling
 
     core, info = llm.core, llm.info

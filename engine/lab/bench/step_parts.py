@@ -1,8 +1,8 @@
 """Times of the parts of a step, by the clocks of the native kernels: products, head, attention,
-norms, rotation, and what is left of the step.
+norms, rotation, and the rest of the step.
 
-A kernel adds the time of each of its calls to one sum a part. Steps run one after the other here,
-none beside the one before, so what the sums grew by meanwhile is the step's own.
+A kernel adds the time of each of its calls to one sum per part. Steps run one after the other here,
+without overlap, so the growth of the sums is the time of one step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 #: Decoding seats, each in the smallest bucket that holds them.
 _SEATS = (1, 8, 32)
-#: Contexts of decoding rows, where the pool and the model allow them: the first of all seats, the
-#: others of few, whose pages are most of what a step then reads.
+#: Contexts of decoding rows, if the pool and the model allow them: the first for all seat counts,
+#: the others for few seats, where pages are most of the bytes that a step reads.
 _CONTEXTS = (384, 1024, 4096, 8192)
 _FEW_SEATS = 8
 #: Context of the rows that decode beside a prompt.
@@ -39,18 +39,18 @@ class _PartTimes:
     """Times of a step, in seconds."""
 
     whole: float
-    #: By the kernels' names; their sum is at most the whole.
+    #: Part's name in the kernels -> seconds; their sum is at most the whole.
     parts: Mapping[str, float]
 
     @property
     def rest(self) -> float:
-        """Time of no kernel: XLA's own programs, sampling, the launch and the host."""
+        """Seconds outside kernels: XLA's own programs, sampling, the launch and the host."""
         return self.whole - sum(self.parts.values())
 
 
 def measure_parts(llm: LLM, config: ModelConfig, repeats: int) -> list[JsonDict]:
-    """A row for each step of interest, ready for JSON; none where the kernels have no clocks, or
-    several devices run them beside each other.
+    """A row for each measured step as JSON; none if the kernels have no clocks, or if several
+    devices run them in parallel.
     """
     runner: Runner = llm.core.runner  # type: ignore[assignment]
     clock = runner.programs.step.kernels.part_seconds
@@ -69,7 +69,7 @@ def measure_parts(llm: LLM, config: ModelConfig, repeats: int) -> list[JsonDict]
 
 
 def _part_cases(buckets: Buckets, context: int) -> list[StepCase]:
-    """Steps of decoding seats alone, of a prompt alone, and of a prompt beside decoding seats."""
+    """Steps of only decoding seats, of only a prompt, and of a prompt with decoding seats."""
     made: dict[StepCase, None] = {}  # in order, each once
     for seats in _SEATS:
         made |= dict.fromkeys(_decode_cases(buckets, seats, context))
@@ -93,7 +93,7 @@ def _decode_cases(buckets: Buckets, seats: int, context: int) -> Iterator[StepCa
 
 
 def _timed(runner: Runner, plan: Plan, clock: _Clock, repeats: int) -> _PartTimes:
-    """The mean of the quickest quarter of the repeats, after one that does not count: other work
+    """The mean of the fastest quarter of the repeats, after one that does not count: other work
     makes steps longer, and some parts more than others.
     """
     _once(runner, plan, clock)
@@ -117,7 +117,7 @@ def _mean(times: Sequence[_PartTimes]) -> _PartTimes:
 
 
 def _row_of(case: StepCase, plan: Plan, times: _PartTimes, kv_bytes: float) -> JsonDict:
-    """kv_bytes: of a position."""
+    """The row of the report. kv_bytes: KV bytes per position."""
     return {
         "bucket": str(case.bucket),
         "decode": plan.work.decode,

@@ -1,5 +1,5 @@
-"""Throughput and latency over concurrency, rate or load, of an engine in this process or at an
-endpoint; and the point beyond which more load buys little.
+"""Measures throughput and latency over concurrency, rate or load, of an engine in this process or
+at an endpoint, and finds the point beyond which more load gains little.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jitney.engine.lab.figures import figure_of
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.planner import knee
 
-#: The few figures of a run that the curve shows.
+#: The figures of a run that the curve shows.
 _POINT = (
     *("output_tok_s", "req_s", "goodput_req_s", "seat_fill"),
     *(f"{name}_{quantile}_s" for name in ("ttft", "itl", "e2e") for quantile in ("p50", "p99")),
 )
-#: What a report says of an engine in this process.
+#: Facts in the report about an engine in this process.
 _FACTS = ("version", "device", "platform", "kernels", "dtype", "policy")
 
 
@@ -36,12 +36,12 @@ class EngineTarget:
         self._bench.warm_up(self._bench.requests(warm_up, seed))
 
     def capacity(self, arrivals: Sequence[Arrival], watch: Watch) -> float:
-        """Requests a second that it serves when there is always a next one of these."""
+        """Requests a second that it serves with a queue of these that is never empty."""
         rate, _ = self._bench.capacity(arrivals, seed=self._seed, watch=watch)
         return rate
 
     def measure(self, arrivals: Sequence[Arrival], concurrency: int, watch: Watch) -> EngineRun:
-        """Send the arrivals; concurrency: requests open at a time, 0: they come at their times."""
+        """Serve the arrivals. concurrency: open requests of a closed loop; 0: an open loop."""
         requests = self._bench.requests(arrivals, self._seed)
         return self._bench.run(requests, concurrency=concurrency, watch=watch)
 
@@ -51,7 +51,7 @@ class EngineTarget:
 
 
 class EndpointTarget:
-    """A server elsewhere. streams: open while its capacity is measured, 0: by its seats."""
+    """A server. streams: open requests while its capacity is measured, 0: by its seats."""
 
     def __init__(self, bench: OnlineBench, streams: int):
         self._bench, self._streams = bench, streams
@@ -72,7 +72,7 @@ class EndpointTarget:
         return self._about._asdict()
 
 
-#: What can be sent traffic.
+#: A target of traffic.
 Target = EngineTarget | EndpointTarget
 
 
@@ -86,8 +86,8 @@ def sweep(
 ) -> tuple[float | None, list[JsonDict]]:
     """(requests a second at load 1, the points in the order of `values`).
 
-    axis: concurrency, rate, or load, whose values are shares of the capacity, which is measured
-    first. arrivals_at: the requests of a concurrency or a rate.
+    axis: concurrency, rate, or load; loads are shares of the capacity, which is measured first.
+    arrivals_at: returns the requests for a concurrency or a rate.
     """
     capacity = None
     if axis == "load":

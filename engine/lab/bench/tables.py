@@ -1,4 +1,4 @@
-"""Figures as people read them: the same rows for the terminal and for the page."""
+"""Tables of figures for people: the same rows for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LATENCIES = {
     "e2e": "end to end",
     "queue": "queue wait",
 }
-#: Figures of a run, by what people call them.
+#: Label -> name of a run's figure.
 _FIGURES = {
     "served": "served",
     "sent": "requests",
@@ -38,12 +38,12 @@ _FIGURES = {
     "KV pages in use": "kv_use",
     "cost per million output tokens": "cost_per_million_tokens",
 }
-#: What people call the lines of a bill, in the order in which they are shown.
+#: Kind of a bill's line -> its label, in the order of the table.
 LEDGER_LABELS = {kind.name: kind.label for kind in ROW_KIND_TABLE.values()} | {
     Bill.idle: "no step running"
 }
 _NOTHING = CostLine(0, 0)
-#: Heads of the table of gains, by names among `compare.ratios`.
+#: Heads of the table of gains, for names in `compare.ratios`.
 _GAINS = {
     "output_tok_s": "output tokens/s",
     "ttft_s_p50": "TTFT p50 /",
@@ -55,9 +55,10 @@ _GAINS = {
 def figures_table(
     figures: Mapping[str, JsonObject], loads: Mapping[str, float] | None = None
 ) -> Table:
-    """One column for each run, from `summary.summarise`; a row that no run knows is left out.
+    """A column for each run, from `summary.summarise`; rows that are unknown for all runs are left
+    out.
 
-    loads: what each run was offered, in times what it can serve, as far as that is known.
+    loads: offered load of each run as a multiple of its capacity, if known.
     """
     table = columns_table(figures, _FIGURES)
     more = [
@@ -68,7 +69,7 @@ def figures_table(
 
 
 def queue(backlog: JsonObject | None, grew: str = "grew: p99 is the run's length") -> str:
-    """Whether the queue grew, see `backlog.QueueGrowth`; empty where it is not known."""
+    """Text that says whether the queue grew (`backlog.QueueGrowth`); empty if unknown."""
     if backlog is None:
         return ""
     return grew if backlog["grew"] else "did not grow"
@@ -103,7 +104,7 @@ def _with_sum(lines: Bill) -> dict[str, CostLine]:
 
 
 def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
-    """Gains of continuous batching: times the throughput, and by what the waits are divided."""
+    """Gains of continuous batching: factors of the throughput, and of the shorter waits."""
     rows = [
         [f"over {name}", *(times(gains[gain]) for gain in _GAINS)] for name, gains in ratios.items()
     ]
@@ -121,7 +122,7 @@ def errors_table(errors: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def curve_table(points: Sequence[JsonObject]) -> Table:
-    """p99 time to first token of each policy, one row a load."""
+    """p99 time to first token of each policy, one row per load."""
     rows: list[list[str]] = []
     for point in points:
         waits = map(_curve_cell, point["policies"].values())
@@ -130,7 +131,7 @@ def curve_table(points: Sequence[JsonObject]) -> Table:
 
 
 def _curve_cell(waits: Mapping[str, float | None]) -> str:
-    """The wait, in brackets if its queue grows without bound."""
+    """The wait, in brackets if the queue grows without bound."""
     wait = duration(waits["ttft_p99_s"])
     return f"({wait})" if (waits["share_of_capacity"] or 0) >= 1 else wait
 

@@ -1,4 +1,4 @@
-"""Prompts made of common words, no two alike from their first words on."""
+"""Prompts made of common words, which differ from their first words on."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ENDS = (
     "while the others sleep",
     "after a long day",
 )
-#: Last words of the seeds of a conversation's text and of the system prompt, so that no other text
-#: has the same seed.
+#: Last numbers of the seeds of a conversation's text and of the system prompt, so that no other
+#: text has the same seed.
 _CONVERSATION, _SYSTEM = 2, 3
-#: No sentence has more words than this.
+#: Most words of a sentence.
 _LONGEST_SENTENCE = 18
 
 
@@ -74,14 +74,16 @@ def _prompt_ids(
 
 
 def arrival_prose(arrival: Arrival, n_words: Callable[[int], int], number: int, seed: int) -> str:
-    """The prompt of request `number`; n_words: tokens -> words. Conversations begin alike."""
-    wanted = n_words(arrival.n_prompt)
+    """The prompt of request `number`. n_words: tokens -> words. Prompts of one conversation have
+    the same prefix.
+    """
+    text_words = n_words(arrival.n_prompt)
     if not arrival.conversation:
-        return prose(wanted, [seed, number])
+        return prose(text_words, [seed, number])
     words = []
     if arrival.n_shared:
         words = prose(n_words(arrival.n_shared), [seed, 0, _SYSTEM]).split()
-    own = wanted - len(words)
+    own = text_words - len(words)
     if own >= 1:
         words.append(prose(own, [seed, arrival.conversation, _CONVERSATION]))
     return " ".join(words)
@@ -90,8 +92,8 @@ def arrival_prose(arrival: Arrival, n_words: Callable[[int], int], number: int, 
 def arrival_ids(
     encode: Callable[[str], list[int]], arrival: Arrival, number: int, seed: int
 ) -> list[int]:
-    """The prompt of request `number`, as ids of exactly its length; encode: text -> ids, at least a
-    quarter of a token a word. Prompts of one conversation begin alike.
+    """The prompt of request `number` as ids of exactly its length. encode: text -> ids, at least a
+    quarter of a token per word. Prompts of one conversation have the same prefix.
     """
     if not arrival.conversation:
         return _prompt_ids(encode, arrival.n_prompt, [seed, number])

@@ -1,5 +1,5 @@
-"""Timing steps behind an engine that serves: only while that has nothing to do, for a bounded time,
-and kept step by step, so that a server that ends goes on with it at its next start.
+"""Times steps in the background of a serving engine: only while that is idle, for a limited time,
+and stored step by step, so that the next start of the server continues.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 from jitney.engine.config import Config, MeasuredTimes
 from jitney.engine.lab.bench.sizes import NoTimeLeft, SizeTimes, Timed, TimedStep, time_apart
 
-#: Seconds of timing over all starts, from which on nothing more is tried.
+#: Most seconds of timing over all starts.
 _MOST_S = 15.0
 
 
 class TimingBehind:
-    """Times steps in a process that stands still while the engine is busy.
+    """Times steps in a process that is stopped while the engine is busy.
 
-    times: what was timed so far. keep: called whenever there is more.
+    times: the times so far. keep: called after each new time, to store them.
     """
 
     def __init__(self, times: MeasuredTimes, keep: Callable[[], object]):
@@ -31,7 +31,7 @@ class TimingBehind:
         self._busy = False
 
     def hold(self, busy: bool) -> None:
-        """Stand still from now on, or go on: the engine has something to do, or nothing."""
+        """Stop the process if the engine is busy, or continue it."""
         self._busy = busy
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -76,7 +76,7 @@ class TimingBehind:
         self.hold(self._busy)
 
     def _known(self, made_by: str) -> Iterator[TimedStep]:
-        """Steps of engines that differ in their sizes alone."""
+        """Known steps of engines that differ only in their sizes."""
         for name, seconds in self.times.steps.items():
             maker, kind, size = name.rsplit(" ", 2)
             if maker == made_by and kind in ("decode", "prompts"):

@@ -1,7 +1,7 @@
-"""A prediction beside what was measured: the same figures of both, and how far they lie apart.
+"""Compares a prediction with a measurement: the same figures of both, and their relative error.
 
-A step table that was fitted to a run predicts that run well: that only checks the scheduler. The
-simulator is there for the run of another policy, whose steps it has not seen.
+A step table that is fitted to a run predicts the same run well, which only checks the scheduler.
+The simulator's purpose is to predict runs under other policies, whose steps it has not seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.lab.figures import figure_of
 
-#: Figures worth comparing.
+#: Names of the compared figures.
 COMPARED = (
     "output_tok_s",
     "req_s",
@@ -29,18 +29,18 @@ COMPARED = (
 
 
 def errors(predicted: JsonObject, measured: JsonObject) -> dict[str, float]:
-    """Relative error, predicted / measured - 1, of each figure that both have."""
-    found = {}
+    """Relative error, predicted / measured - 1, of each figure that is known for both."""
+    by_name = {}
     for name in COMPARED:
         ours, theirs = figure_of(predicted, name), figure_of(measured, name)
         if ours is not None and theirs:
-            found[name] = ours / theirs - 1
-    return found
+            by_name[name] = ours / theirs - 1
+    return by_name
 
 
 def verdict_of(predicted: Mapping[str, JsonObject], off: Mapping[str, Mapping[str, float]]) -> str:
-    """Which policy makes most tokens by prediction, how many times those of the slowest, and how
-    far off predictions are here.
+    """A sentence with the policy of the highest predicted throughput, its ratio to the slowest
+    one's, and the error of predictions.
 
     predicted: figures by policy; off: `errors` of the policies that were measured.
     """
@@ -51,8 +51,8 @@ def verdict_of(predicted: Mapping[str, JsonObject], off: Mapping[str, Mapping[st
     if speeds[worst] <= 0:
         return f"By simulation {worst} makes no token here."
     gain = f"By simulation {best} makes {speeds[best] / speeds[worst]:.2f}x the tokens of {worst}"
-    known = {name: _speed_error(each) for name, each in off.items()}
-    measured = {name: error for name, error in known.items() if error is not None}
+    speed_errors = {name: _speed_error(each) for name, each in off.items()}
+    measured = {name: error for name, error in speed_errors.items() if error is not None}
     if not measured:
         return f"{gain}; the error is unknown, because no policy was measured."
     error = max(1, round(100 * max(measured.values())))
@@ -60,8 +60,8 @@ def verdict_of(predicted: Mapping[str, JsonObject], off: Mapping[str, Mapping[st
 
 
 def _speed_error(off: Mapping[str, float]) -> float | None:
-    """The larger error of throughput and time between tokens: where an engine is not full, its
-    throughput is that of the traffic, and predicting it says nothing.
+    """The larger error of throughput and time between tokens. Throughput alone is not enough: an
+    engine that is not full has the throughput of its traffic.
     """
-    known = [abs(off[name]) for name in ("output_tok_s", "itl_p50_s") if name in off]
-    return max(known, default=None)
+    present = [abs(off[name]) for name in ("output_tok_s", "itl_p50_s") if name in off]
+    return max(present, default=None)

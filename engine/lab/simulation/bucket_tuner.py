@@ -1,8 +1,8 @@
-"""Which padded sizes to compile for: the buckets in which steps that were seen take the least time.
+"""Chooses the padded sizes to compile for: the buckets in which recorded steps take the least time.
 
-Choosing k sizes out of m so that the sum over steps of the seconds in their bucket is least is the
-one-dimensional k-median with facilities to the right, solved exactly by dynamic programming in O(k
-m^2); the two kinds of buckets share one budget of executables.
+Choosing k sizes out of m that minimise the total seconds of all steps in their buckets is the
+one-dimensional k-median problem with facilities to the right. Dynamic programming solves it exactly
+in O(k m^2). The two kinds of buckets share one budget of executables.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.core import Bucket, Buckets, StepWork
 from jitney.engine.lab.simulation.step_table import StepTimes, works_of
 
-#: Executables that a bucket of each kind takes (see `StepPrograms.runs_greedy_only`).
+#: Executables per bucket of each kind (see `StepPrograms.runs_greedy_only`).
 DECODE_EXECUTABLES, _MIXED_EXECUTABLES = 2, 1
-#: Sizes of one kind that are tried at most: of more that were seen, neighbours count as one.
+#: Most sizes of one kind that are tried; if more were recorded, neighbours are merged.
 _MOST_SIZES = 400
 
-#: Of seconds, by which choices differ.
+#: Decimals of seconds to which choices are compared.
 _DIGITS = 9
 
-#: Rows of a step, and of the bucket that it runs in -> seconds, of all steps of so many rows.
+#: (rows of a step, rows of its bucket) -> seconds of all steps with that many rows.
 _Cost = Callable[[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Sizes to compile for, and what they would save on the steps seen."""
+    """Sizes to compile for, and their savings on the recorded steps."""
 
-    #: Ascending.
+    #: Sizes, ascending.
     seat_buckets: tuple[int, ...]
     token_buckets: tuple[int, ...]
-    #: How many they take.
+    #: Executables for these sizes.
     executables: int
-    #: Rows computed for nothing by kind ("decode", "mixed"), with these sizes and the present ones.
+    #: Padding rows by kind ("decode", "mixed"), with these sizes and with the present ones.
     padding: dict[str, int]
     padding_now: dict[str, int]
     #: Rows that are not padding.
     rows: int
-    #: Seconds of all steps seen, with these sizes and the present ones.
+    #: Seconds of all recorded steps, with these sizes and with the present ones.
     seconds: float
     seconds_now: float
 
     @property
     def rows_saved(self) -> int:
-        """Rows that the proposed sizes do not compute for nothing, and the present ones do."""
+        """Padding rows that the proposed sizes save compared with the present ones."""
         return sum(self.padding_now.values()) - sum(self.padding.values())
 
     @property
@@ -65,13 +65,13 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class SeenSteps:
-    """Counts of steps by their rows, padding excluded: decode-only ones, and those with
-    prompt rows, which by rows and by the seats that were taken.
+    """Counts of steps by their rows without padding: decode-only steps by rows, and steps with
+    prompt rows by rows and taken seats.
     """
 
     decode: Mapping[int, int]
     mixed: Mapping[tuple[int, int], int]
-    #: What each of these computed, on average; missing: its rows, which attended to nothing.
+    #: Mean work of the steps with each key; if missing, only the rows, without attention.
     works: Mapping[int | tuple[int, int], StepWork] = field(default_factory=dict)
 
     @classmethod
@@ -92,11 +92,11 @@ class SeenSteps:
         return cls(decode, mixed, means)
 
     def propose(self, present: Buckets, executables: int, times: StepTimes) -> Proposal:
-        """The best sizes within a budget of executables, for the seats and the token budget of
-        `present`, by how long steps take.
+        """The sizes with the least total step time within a budget of executables, for the seats
+        and the token budget of `present`.
 
-        Both largest sizes stay: full steps must fit. Raises ConfigError if the budget does not
-        allow one bucket of each kind.
+        The largest size of each kind stays, since full steps must fit. Raises ConfigError if the
+        budget does not allow one bucket of each kind.
         """
         check_budget(executables)
         seat_sizes, token_sizes = _least_time(self, present, executables, times)
@@ -142,7 +142,7 @@ class SeenSteps:
 
 
 def check_budget(executables: int) -> None:
-    """Raises ConfigError for fewer than any engine needs."""
+    """Raise ConfigError for fewer executables than any engine needs."""
     least = DECODE_EXECUTABLES + _MIXED_EXECUTABLES
     if executables < least:
         raise ConfigError(
@@ -177,20 +177,20 @@ def _least_time(
         left = executables - DECODE_EXECUTABLES * len(seat_sizes)
         for more_seconds, token_sizes in by_tokens[1 : left + 1]:
             choices.append((round(seconds + more_seconds, _DIGITS), seat_sizes, token_sizes))
-    # A size that saves nothing is no program.
+    # Of equally fast choices, the one with the fewest sizes.
     _, seat_sizes, token_sizes = min(choices, key=lambda c: (c[0], len(c[1]) + len(c[2])))
     return seat_sizes, token_sizes
 
 
 class _Steps:
-    """Steps of one kind by the least bucket that holds them: how many, and their mean work."""
+    """Steps of one kind by their smallest possible bucket: their number and their mean work."""
 
     def __init__(self) -> None:
         self.counts = Counter[int]()
         self._sums: dict[int, np.ndarray] = {}
 
     def add(self, rows: int, count: int, work: StepWork) -> None:
-        """So many more of so many rows."""
+        """Add `count` steps with `rows` rows."""
         self.counts[rows] += count
         self._sums[rows] = self._sums.get(rows, 0) + count * np.array(work, float)
 
@@ -198,12 +198,12 @@ class _Steps:
         return StepWork(*(self._sums[rows] / self.counts[rows]).tolist())
 
     def thinned(self, largest: int) -> _Steps:
-        """The same with at most _MOST_SIZES sizes; others count as the next larger one."""
+        """A copy with at most _MOST_SIZES sizes; others are merged into the next larger one."""
         sizes = sorted({*self.counts, largest})
-        kept = sizes[::-1][:: -(-len(sizes) // _MOST_SIZES)][::-1]
+        allowed = sizes[::-1][:: -(-len(sizes) // _MOST_SIZES)][::-1]
         thin = _Steps()
         for rows, count in self.counts.items():
-            thin.add(next(size for size in kept if rows <= size), count, self._work(rows))
+            thin.add(next(size for size in allowed if rows <= size), count, self._work(rows))
         return thin
 
     def best_sizes(
@@ -223,10 +223,10 @@ _Sizes = tuple[int, ...]
 
 
 def _best_sizes(sizes: Sequence[int], most: int, cost: _Cost) -> list[tuple[float, _Sizes]]:
-    """For every k from 0 to `most`: (least seconds, the k sizes), the largest always among them;
-    entry 0 is a filler.
+    """For every k from 0 to `most`: (least seconds, the k sizes), which include the largest; entry
+    0 is a filler.
 
-    Fewer than `most` entries if more sizes would not help. sizes: ascending, of the steps.
+    There are fewer entries if more sizes would not help. sizes: of the steps, ascending.
     """
     count = len(sizes)
     # [i, j]: seconds when sizes i .. j all run in the bucket of size j.
@@ -236,14 +236,14 @@ def _best_sizes(sizes: Sequence[int], most: int, cost: _Cost) -> list[tuple[floa
         together[: j + 1, j] = np.cumsum(alone[::-1])[::-1]
     least = np.full(count + 1, np.inf)
     least[0] = 0
-    found: list[tuple[float, _Sizes]] = [(float(least[-1]), ())]
+    solutions: list[tuple[float, _Sizes]] = [(float(least[-1]), ())]
     choices: list[np.ndarray] = []
     for _ in range(min(most, count)):
         through = least[:-1, None] + together
         choices.append(through.argmin(axis=0))
         least = np.concatenate(([np.inf], through.min(axis=0)))
-        found.append((float(least[-1]), _traced(sizes, choices)))
-    return found
+        solutions.append((float(least[-1]), _traced(sizes, choices)))
+    return solutions
 
 
 def _traced(sizes: Sequence[int], choices: Sequence[np.ndarray]) -> _Sizes:

@@ -1,4 +1,4 @@
-"""Peak rates of accelerators, as their makers publish them."""
+"""Peak rates of accelerators, as published by their makers."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ _GB, _TERA = 1e9, 1e12
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One chip."""
+    """One accelerator chip."""
 
     name: str
-    #: Bytes.
+    #: Memory, bytes.
     memory: float
-    #: Bytes/s of its memory.
+    #: Memory bandwidth, bytes/s.
     bandwidth: float
-    #: Operations/s by number format, dense.
+    #: Number format -> dense operations/s.
     flops: MappingProxyType[str, float]
-    #: Bytes/s that it can send to the other chips of its group (one way).
+    #: Bandwidth to the other chips of its group, one way, bytes/s.
     link: float
 
     @classmethod
     def named(cls, name: str) -> Accelerator:
-        """The one of that name; ConfigError lists the known ones."""
+        """The accelerator of that name. Raises ConfigError with the known names."""
         if name.lower() not in DEVICES:
             raise ConfigError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")
         return DEVICES[name.lower()]
 
     @property
     def rounds_fp8(self) -> bool:
-        """Whether our kernels multiply fp8 rows there: GPUs with units for it, no TPU."""
+        """Whether our kernels multiply fp8 rows on it: on GPUs with fp8 units, not on TPUs."""
         return "fp8" in self.flops and not self.name.startswith("v")
 
     def peak(self, kind: str) -> float:
-        """Operations/s in that format; bfloat16's where the chip has no unit for it."""
+        """Operations/s in a format; bfloat16's rate if the chip has no unit for the format."""
         return self.flops.get(kind, self.flops["bf16"])
 
 

@@ -1,5 +1,5 @@
-"""The loop that offers requests to a core and collects what it reports: on a virtual clock for the
-simulator, on a real one for a bench.
+"""The loop that submits requests to a core and collects its reports: on a virtual clock for the
+simulator, on a real clock for benchmarks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jitney.engine.core import EngineCore
 
 
 class _LoopClock(Protocol):
-    """The time that a loop goes by, in seconds."""
+    """The clock of a loop, in seconds."""
 
     def __call__(self) -> float: ...
     def wait_until(self, t: float) -> None: ...
@@ -29,11 +29,11 @@ _RequestAt = Callable[[int, float], EngineRequest]
 
 
 class Offer:
-    """Requests to come.
+    """The requests of a run that have not been submitted yet.
 
-    times: when each comes, seconds of the loop's clock, ascending. request_at: makes request
-    `number` (from 0), which comes at a time. concurrency: a closed loop, in which a request comes
-    when fewer than so many are open, whatever its time says; 0: by their times.
+    times: arrival times in seconds of the loop's clock, ascending. request_at: makes request
+    `number` (from 0) with its arrival time. concurrency: in a closed loop, the number of open
+    requests below which the next one comes, regardless of its time; 0: open loop, by times.
     """
 
     def __init__(
@@ -49,24 +49,24 @@ class Offer:
 
     @property
     def empty(self) -> bool:
-        """True when all have come."""
+        """Whether all requests have come."""
         return self._taken == len(self._times)
 
     @property
     def next_at(self) -> float:
-        """When the next one comes by the clock; infinity if none does."""
+        """Arrival time of the next request; infinity in a closed loop, or if there is none."""
         if self.empty or self._concurrency:
             return math.inf
         return self._times[self._taken]
 
     def due(self, now: float, n_open: int) -> bool:
-        """True if the next one comes now, while `n_open` are open."""
+        """Whether the next request comes now, while `n_open` are open."""
         if self._concurrency:
             return not self.empty and n_open < self._concurrency
         return self.next_at <= now
 
     def take(self, now: float) -> EngineRequest:
-        """The next one; in an open loop it came at its time, which may be a little before now."""
+        """The next request. In an open loop its arrival may be a little before now."""
         number = self._taken
         self._taken += 1
         return self._request_at(number, now if self._concurrency else self._times[number])
@@ -76,7 +76,7 @@ class Offer:
 class StepLog:
     """Every step of a run."""
 
-    #: One STEP_DTYPE item each, in bytes.
+    #: One STEP_DTYPE item per step, as bytes.
     packed: list[bytes] = field(default_factory=list)
 
     @property
@@ -91,10 +91,10 @@ class StepLog:
 
 
 def step_or_wait(core: EngineCore, clock: _LoopClock, until: float) -> StepReport | None:
-    """Take a step of a core that has work; or wait, no longer than until `until`, if it pauses."""
+    """Run a step of a core that has work. If the core pauses, wait instead, at most to `until`."""
     if core.pause_s <= 0:
         return core.step()
-    # The next float: rounding must not leave it short of the time.
+    # The next larger float, since rounding must not end the wait before its time.
     wakes = math.nextafter(clock() + core.pause_s, math.inf)
     clock.wait_until(min(wakes, until))
     return None
@@ -107,9 +107,9 @@ def drive(
     requests: RequestRecords,
     reported: Callable[[StepReport], None] = lambda report: None,
 ) -> StepLog:
-    """Submit requests as they come, step, and write down the results, until all have ended.
+    """Submit requests as they come, run steps, and record the results until all have ended.
 
-    reported: called with each report before it is written down; the simulator's host works then.
+    reported: called with each report before it is recorded; the simulator adds its host time there.
     """
     log = StepLog()
     while not offer.empty or core.has_work:

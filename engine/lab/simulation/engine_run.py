@@ -1,4 +1,4 @@
-"""A run of an engine: its requests and its steps, as figures and as a file."""
+"""A run of an engine: its requests and steps, its figures, and its file."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ class _RunNote(msgspec.Struct, frozen=True):
 class EngineRun:
     """A run of an engine in this process, or of a simulated one."""
 
-    #: In order of the arrivals, with their stays; seconds of one clock.
+    #: Requests by arrival, with their stays; times in seconds of one clock.
     requests: list[RequestRecord]
     #: [steps] STEP_DTYPE.
     records: np.ndarray
     #: The engine that ran.
     shape: EngineShape
-    #: The zero of the arrivals' times.
+    #: Clock time of the run's start, from which arrival times count.
     started: float = 0.0
-    #: Requests that a closed loop kept open, 0: they came at their times.
+    #: Open requests of a closed loop; 0: an open loop.
     concurrency: int = 0
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last end."""
+        """Seconds from the first arrival to the last end."""
         return span(self.requests)
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """The requests, by time; the first at 0."""
+        """The requests as arrivals by time; the first is at 0."""
         requests = sorted(self.requests, key=lambda request: request.arrival)
         first = requests[0].arrival
         return [Arrival(each.arrival - first, each.n_prompt, each.n_output) for each in requests]
 
     def figures(self, **options: Any) -> JsonDict:
-        """As `summary.summarise`; options: its slo and price_per_hour."""
+        """The figures of `summary.summarise`. options: its slo and price_per_hour."""
         return summarise(
             self.requests,
             records=self.records,
@@ -81,19 +81,21 @@ class EngineRun:
 
     @classmethod
     def write_all(cls, path: str | Path, runs: Mapping[str, EngineRun]) -> None:
-        """An .npz with records_<name> and note_<name> (JSON) for each run. Raises ConfigError."""
+        """Write an .npz with records_<name> and note_<name> (JSON) of each run. Raises
+        ConfigError.
+        """
         arrays: dict[str, np.ndarray] = {}
         for name, run in runs.items():
             requests = [msgspec.structs.replace(each, tokens=None) for each in run.requests]
             note = _RunNote(run.shape, requests, run.started, run.concurrency)
             arrays[f"records_{name}"] = run.records
             arrays[f"note_{name}"] = np.array(msgspec.json.encode(note).decode())
-        with file_errors(path), open(path, "wb") as file:  # a name without .npz stays as it is
+        with file_errors(path), open(path, "wb") as file:  # numpy would add .npz to a path
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def read_all(cls, path: str | Path) -> dict[str, EngineRun]:
-        """The runs that `write_all` wrote, by name. Raises ConfigError if there are none."""
+        """Read the runs that `write_all` wrote, by name. Raises ConfigError if there are none."""
         see = "(see jitney bench policies --records)"
         try:
             with np.load(path, allow_pickle=False) as arrays:

@@ -1,4 +1,4 @@
-"""The engine that simulators run: its limits, the sizes of its steps, and its pages."""
+"""The engine in a simulation: its limits, step sizes and pages."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ class EngineShape:
 
     limits: SchedulerLimits
     buckets: Buckets
-    #: Of the KV pool, the trash page included.
+    #: Pages of the KV pool, including the trash page.
     pages: int
-    #: Tokens of a page.
+    #: Tokens per page.
     page_size: int = 16
-    #: As `EngineCore.plans_late`.
+    #: See `EngineCore.plans_late`.
     plans_late: bool = False
-    #: Positions that the first cache group sees, 0: all; and by window the pages of the others.
+    #: Attention window of the first cache group, positions (0: all); window of each other group ->
+    #: its pages.
     window: int = 0
     windows: Mapping[int, int] = field(default_factory=dict[int, int])
-    #: Slots of recurrent layers' state beside one for each seat; None: no layer is recurrent.
+    #: Slots of recurrent state in addition to one per seat; None: no recurrent layers.
     checkpoints: int | None = None
     #: Pages between the checkpoints of a long prompt.
     checkpoint_pages: int = 0
-    #: How likely each draft is right that follows a right one, see `drafting`.
+    #: Probability that a draft is accepted after accepted ones; see `drafting`.
     acceptance: float = 0.0
 
     @classmethod
@@ -62,9 +63,10 @@ class EngineShape:
         padding_is_free: bool = False,
         buckets: Buckets | None = None,
     ) -> EngineShape:
-        """The engine that these settings describe; pages as in `EngineShape`, because settings may
-        leave it to the machine. on_device: on a GPU or TPU. padding_is_free: see `Buckets`.
-        buckets: those of a running engine, where they are known."""
+        """The engine of these settings. pages: see `EngineShape`; settings may leave them to the
+        machine. on_device: on a GPU or TPU. padding_is_free: see `Buckets`. buckets: those of a
+        running engine, if known.
+        """
         limits = SchedulerLimits(context_length=context_length, **_shared(settings))
         if buckets is None:
             sizes = cls.buckets_of(settings, on_device)
@@ -74,7 +76,7 @@ class EngineShape:
 
     @staticmethod
     def buckets_of(settings: EngineSection, on_device: bool) -> Buckets:
-        """Those that an engine of these settings compiles for; on_device: on a GPU or TPU."""
+        """The buckets that an engine of these settings compiles. on_device: on a GPU or TPU."""
         return Buckets.of(
             max_seats=settings.max_seats,
             token_budget=settings.token_budget,
@@ -84,7 +86,7 @@ class EngineShape:
         )
 
     def drafting(self, acceptance: float, most: int) -> EngineShape:
-        """The same engine with so many drafts of a sequence in a step at most."""
+        """A copy with speculation. acceptance: see the field. most: drafts of a sequence a step."""
         return replace(
             self,
             limits=replace(self.limits, max_drafts=most),
@@ -93,7 +95,7 @@ class EngineShape:
         )
 
     def with_model(self, model: ModelConfig, shares: PoolShares, pools: PoolSizes) -> EngineShape:
-        """The same engine with the cache groups and recurrent layers of a model."""
+        """A copy with the cache groups and recurrent layers of a model."""
         windows = [group.window for group in model.cache_groups]
         return replace(
             self,
@@ -111,7 +113,7 @@ class EngineShape:
         retain: bool,
         tables: Callable[..., PageTables] = PageTables,
     ) -> Scheduler:
-        """A scheduler of this shape. retain: prompts find pages of earlier ones."""
+        """A scheduler of this shape. retain: with a prefix cache."""
 
         def pool(pages: int) -> PagePool:
             return PagePool(pages, self.page_size, retain=retain)
@@ -134,7 +136,7 @@ class EngineShape:
         )
 
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:
-        """The same engine under another policy; static_timeout_ms: None leaves it as it is."""
+        """A copy with another policy. static_timeout_ms: None keeps the present value."""
         timeout_ms = self.limits.static_timeout_ms
         if static_timeout_ms is not None:
             timeout_ms = static_timeout_ms
@@ -142,12 +144,12 @@ class EngineShape:
         return replace(self, limits=limits)
 
     def open_to_all(self, kept: Collection[str] = ()) -> EngineShape:
-        """The same engine, which refuses no request; kept: limits that stay as they are."""
+        """A copy without limits that refuse requests. kept: names of limits that stay."""
         caps = {name: none for name, none in _NO_CAPS.items() if name not in kept}
         return replace(self, limits=replace(self.limits, **caps))
 
     def as_json(self) -> JsonDict:
-        """For a report."""
+        """The shape as JSON, for a report."""
         return {
             "limits": msgspec.to_builtins(self.limits),
             "pages": self.pages,

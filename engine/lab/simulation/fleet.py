@@ -1,9 +1,9 @@
-"""A fleet on a virtual clock: replicas that run the engine's own scheduler, the real ingress's
-router, failures, and replicas that are started and stopped.
+"""Simulates a fleet on a virtual clock: replicas with the engine's own scheduler, the router of the
+real ingress, failures, and replicas that start and stop.
 
-The router counts the requests that it sent; it learns of their ends every `_LOOK_S`, and of
-predicted waits every second, as a real ingress that polls. Randomness comes from the seed: the same
-fleet and traffic always give the same figures.
+The router counts the requests that it sent. It learns of their ends every `_LOOK_S`, and of
+predicted waits every second, like a real ingress that polls. All random numbers come from the seed,
+so the same fleet and traffic always give the same figures.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from jitney.engine.lab.simulation.fleet_scaling import Scaler, ScalingRule, Seat
 from jitney.engine.lab.simulation.simulator import no_collection
 from jitney.engine.lab.simulation.step_table import StepTimes
 
-#: Seconds between two looks at the replicas; at each fourth look they report their load.
+#: Seconds between two polls of the replicas; polls between two reports of their load.
 _LOOK_S, _REPORT_EVERY = 0.25, 4
-#: Replicas that a request is offered to before it is refused; seconds for which a replica that
+#: Replicas that are tried for a request before it is refused; seconds for which a replica that
 #: refuses counts as full.
 _TRIES, _FULL_S = 8, 1.0
-#: Streams of fewer tokens have no speed worth counting: one step with a prompt would decide.
+#: Least tokens of a stream whose speed is counted: one step with a prompt would dominate others.
 _LEAST_STREAM = 8
-#: Share of the traffic's time at its beginning that no latency is taken from: the fleet is empty.
+#: Share of the traffic's time at its start without latency figures, since the fleet is empty then.
 _WARM_UP = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Failures of replicas. Mean times between failures are those of one replica, in seconds, by
-    chance without memory; infinity: never.
+    """Failures of replicas. Mean times between failures are for one replica, in seconds, with an
+    exponential distribution; infinity: never.
     """
 
-    #: The core dies; its requests go on in the next core.
+    #: Mean time between failures of a core, whose requests continue in the next core; seconds until
+    #: that is ready.
     core_mtbf_s: float = math.inf
     core_recovery_s: float = 10.0
-    #: The machine is lost; after `notice_s` the ingress sends its requests elsewhere, and another
-    #: machine is started.
+    #: Mean time between losses of a machine; seconds until the ingress sends its requests elsewhere
+    #: and another machine starts.
     machine_mtbf_s: float = math.inf
     notice_s: float = 30.0
-    #: At this time a share of all machines is lost together.
+    #: Time at which machines are lost together, seconds; their share of all machines.
     outage_at: float = math.inf
     outage_share: float = 0.0
 
@@ -69,7 +70,7 @@ class Failures:
             raise ConfigError("times to recover and to notice must be 0 or more")
 
     def of_replica(self, chips: int) -> Failures:
-        """The failures of a replica with so many machines of one chip, lost with any of them."""
+        """The failures of a replica of `chips` machines, which fails if any of them is lost."""
         return replace(self, machine_mtbf_s=self.machine_mtbf_s / chips)
 
 
@@ -79,14 +80,14 @@ class FleetPlan:
 
     engine: EngineShape
     table: StepTimes
-    #: At the beginning; all ready.
+    #: Replicas at the start, all ready.
     replicas: int
     router: RouterName = "least-wait"
     prefix_cache: bool = False
     failures: Failures = field(default_factory=Failures)
-    #: None: as many replicas as at the beginning.
+    #: None: the number of replicas stays constant.
     scaling: ScalingRule | None = None
-    #: From the decision to start a replica until it is ready: machine, weights, compiled programs.
+    #: Seconds from the decision to start a replica until it is ready: machine, weights, compiling.
     start_s: float = 180.0
     seed: int = 0
 
@@ -95,7 +96,7 @@ class FleetPlan:
             raise ConfigError("a fleet needs at least 1 replica, and a start takes 0 s or more")
 
     def simulate(self, arrivals: Sequence[Arrival]) -> FleetRun:
-        """Run the arrivals (by time) through the fleet; a refused request does not come again."""
+        """Run the arrivals (by time) through the fleet. Refused requests are not sent again."""
         if not arrivals:
             raise ConfigError("there is no request to simulate")
         with no_collection():
@@ -116,19 +117,19 @@ class FleetRun:
     """The outcome of a simulation."""
 
     arrivals: Sequence[Arrival]
-    #: Of each arrival; None: it was refused.
+    #: Record of each arrival; None for a refused one.
     requests: list[RequestRecord | None]
-    #: Requests that were repeated on another machine, and that went on in a new core.
+    #: Requests that were repeated on another machine; requests that continued in a new core.
     repeated: int = 0
     continued: int = 0
-    #: Cores that were lost and came back on their machine, and machines that were replaced.
+    #: Lost cores that restarted on their machine; machines that were replaced.
     core_failures: int = 0
     machine_failures: int = 0
-    #: Replicas started after the first ones, in place of lost ones or by the scaling.
+    #: Replicas started later, to replace lost ones or by scaling.
     started: int = 0
-    #: Seconds of all replicas that ran or started, until the last answer.
+    #: Seconds of all running and starting replicas, until the last answer.
     replica_s: float = 0.0
-    #: By time.
+    #: States of the fleet by time.
     moments: list[_Moment] = field(default_factory=list[_Moment])
 
     @property
@@ -141,7 +142,7 @@ class FleetRun:
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last end."""
+        """Seconds from the first arrival to the last end."""
         last = max((request.end for request in self.served), default=self.arrivals[-1].at)
         return last - self.arrivals[0].at
 
@@ -151,12 +152,12 @@ class FleetRun:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that caches held."""
-        asked = sum(request.n_prompt for request in self.served)
-        return sum(request.cached_tokens for request in self.served) / max(1, asked)
+        """Share of the prompt tokens that were found in prefix caches."""
+        prompt_tokens = sum(request.n_prompt for request in self.served)
+        return sum(request.cached_tokens for request in self.served) / max(1, prompt_tokens)
 
     def cost_per_million(self, price_per_hour: float) -> float | None:
-        """Cost of a million output tokens. price_per_hour: of one replica."""
+        """Cost of a million output tokens; None without any. price_per_hour: of one replica."""
         if not self.output_tokens:
             return None
         return self.replica_s / 3600 * price_per_hour / self.output_tokens * 1e6
@@ -176,7 +177,7 @@ class FleetRun:
         return [request for request in self.served if request.arrival >= begin]
 
     def figures(self) -> JsonDict:
-        """Everything in numbers, ready for JSON."""
+        """All figures as JSON."""
         served, seconds = self.served, self.seconds
         return {
             "requests": len(self.requests),
@@ -214,14 +215,14 @@ class _Simulation:
         self._known = ReplicaSet(router=plan.router)
         self._scaler = Scaler(plan.scaling) if plan.scaling else None
         self._demand = SeatDemand()
-        # Requests that came and that ended since the last decision to scale.
+        # Requests that arrived and requests that ended since the last scaling decision.
         self._came = self._ended = 0
         self._rng = np.random.default_rng(plan.seed)
         self._run = FleetRun(arrivals, [None] * len(arrivals))
-        #: When requests whose core or machine was lost had their first token.
+        #: Time of the first token of requests whose core or machine was lost, by id.
         self._first_tokens: dict[str, float] = {}
         self._replicas: dict[str, SimulatedReplica] = {}
-        #: (time, number, what happens), a heap.
+        #: Heap of (time, number, function to call).
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count(1)
         self._looks = itertools.count(1)
@@ -234,7 +235,7 @@ class _Simulation:
             self._new_replica("ready")
 
     def run(self) -> FleetRun:
-        """All requests, to their ends."""
+        """Run all requests to their ends."""
         for number, arrival in enumerate(self._run.arrivals):
             self._pass_time(arrival.at)
             self._route(fleet_request(number, arrival), arrival.at)
@@ -268,10 +269,10 @@ class _Simulation:
         self._known.remove(replica.known)
 
     def _route(self, request: EngineRequest, now: float) -> None:
-        """Give a request to the first replica that takes it."""
+        """Send a request to the first replica that accepts it."""
         self._came += 1
         arrival = self._run.arrivals[int(request.id)]
-        # The conversation's, or one that no other prompt has.
+        # The conversation's prefix, or a unique one.
         prefixes = [f"{arrival.conversation or f'alone {arrival.at}'}".encode()]
         for known in itertools.islice(self._known.order(prefixes), _TRIES):
             replica = self._replicas[known.name]
@@ -283,7 +284,7 @@ class _Simulation:
             known.refused(_FULL_S)
 
     def _pass_time(self, until: float) -> None:
-        """Everything that happens without a request up to then."""
+        """Run polls and events up to a time."""
         while self._next_look <= until:
             self._happen(self._next_look)
             self._now = self._next_look
@@ -298,9 +299,9 @@ class _Simulation:
             happen(self._now)
 
     def _look(self, now: float) -> None:
-        """Look at every replica; fail some, and start or stop some where it is time."""
+        """Poll every replica, let some fail, and scale if it is time."""
         reports = next(self._looks) % _REPORT_EVERY == 0
-        # A machine is paid for while it starts, too.
+        # A machine costs money while it starts, too.
         self._run.replica_s += _LOOK_S * len(self._replicas)
         for replica in list(self._replicas.values()):
             replica.advance(now)
@@ -324,7 +325,7 @@ class _Simulation:
             self._run.requests[number] = record
 
     def _fail(self, now: float) -> None:
-        """Failures by chance until the last request has come, and the outage."""
+        """Random failures until the last request has come, and the outage."""
         failures = self.plan.failures
         for replica in self._chosen(failures.core_mtbf_s):
             self._lose_core(replica, now)
@@ -337,7 +338,7 @@ class _Simulation:
                 self._lose_machine(replica, now)
 
     def _chosen(self, mtbf_s: float) -> list[SimulatedReplica]:
-        """Ready replicas that fail now by chance."""
+        """Random ready replicas that fail now."""
         if math.isinf(mtbf_s) or self._all_came:
             return []
         ready = len(self._in_state("ready"))
@@ -357,7 +358,7 @@ class _Simulation:
         self._later(back_at, lambda at: replica.become("ready"))
 
     def _note_first_tokens(self, records: Sequence[RequestRecord]) -> None:
-        """Clients have these tokens, wherever their requests go on."""
+        """Record first tokens, which clients have received wherever their requests continue."""
         for record in records:
             if record.first_token is not None:
                 self._first_tokens.setdefault(record.request_id, record.first_token)
@@ -401,6 +402,6 @@ class _Simulation:
         for _ in range(change):
             self._start(now)
         if change < 0:
-            # They answer the requests that they have, and go.
+            # They finish their requests, then end.
             for replica in ready[change:]:
                 replica.become("draining")

@@ -1,9 +1,9 @@
-"""Sizes a fleet: how many replicas of what, at which price, for a traffic and its targets.
+"""Sizes a fleet: the kind and number of replicas and their price, for a traffic and its targets.
 
-For each kind of replica: seats that keep the speed of streams; then, by halving, the most requests
-a second at which a few simulated replicas keep every target; from that the replicas of each hour
-and spare ones for those that have failed; at last the busiest time simulated with failures, with
-more replicas until the targets are kept.
+Steps for each kind of replica: choose the seats that keep the speed of streams; find by bisection
+the most requests a second at which a few simulated replicas keep all targets; compute the replicas
+of each hour, with spare ones for failures; simulate the busiest time with failures, with more
+replicas until the targets are kept.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans, Recorde
 from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
 from jitney.engine.lab.simulation.roofline import Roofline
 
-#: Replicas that the load of one is tried on, and halvings of the range that it is in.
+#: Replicas that are simulated to find the load of one; steps of the bisection.
 _CELL, _HALVINGS = 4, 6
-#: Seatfuls of requests for which a load is tried, and the fewest requests.
+#: Requests of a simulation of a load: per seat, and at least.
 _SEATFULS, _FEWEST = 4, 2000
-#: Replicas of which the busiest time is simulated, at most: of a larger fleet a part, with its
+#: Most replicas in the simulation of the busiest time; for a larger fleet, this part of it gets its
 #: share of the traffic.
 _PART = 32
-#: Shares of what the seats can serve between which the load is looked for; beyond the higher one a
-#: queue may grow too slowly to be seen.
+#: Range of the load, as shares of the seats' capacity; above it a queue may grow too slowly to be
+#: noticed.
 _LOADS = 0.05, 0.95
-#: How often more replicas are tried, and how many more each time.
+#: Most tries with more replicas; share of replicas that is added each time.
 _MORE_TRIES, _MORE_SHARE = 8, 0.04
-#: Chance that more replicas are down together than there are spare ones.
+#: Probability that more replicas are down at the same time than there are spare ones.
 _SHORT = 1e-3
 _SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Limits that clients are promised."""
+    """Service level targets."""
 
-    #: Seconds to the first token, for 99 of 100 requests.
+    #: Most seconds to the first token, for 99 of 100 requests.
     ttft_s: float
-    #: Tokens a second of a stream after its first, for 99 of 100; 0: any.
+    #: Least tokens a second of a stream after its first token, for 99 of 100; 0: any.
     stream_tok_s: float = 0.0
-    #: Share of the requests that may be refused.
+    #: Most refused requests, as a share.
     refused: float = 0.001
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Targets:
             )
 
     def kept_by(self, run: FleetRun) -> bool:
-        """True if a simulated run reached all of them."""
+        """Whether a simulated run keeps all targets."""
         figures = run.figures()
         first, rates = figures["ttft_s"], figures["stream_tok_s"]
         return (
@@ -72,20 +72,20 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class FleetAssumptions:
-    """How a fleet is run; mean times between losses of machines are of one chip."""
+    """Assumptions about a fleet's operation."""
 
-    #: How a replica is chosen for a request.
+    #: Router that chooses a replica for a request.
     router: RouterName = "least-wait"
-    #: How often cores and machines are lost, and how long recovery takes.
+    #: Failures and recovery times; mean times between losses of machines are for one chip.
     failures: Failures = field(default_factory=Failures)
-    #: From the decision to start a replica until it is ready.
+    #: Seconds from the decision to start a replica until it is ready.
     start_s: float = 180.0
-    #: Most rows of a step, and the most seats that are chosen.
+    #: Most rows of a step; most seats of a replica.
     token_budget: int = 2048
     most_seats: int = 256
-    #: Requests that one simulation has at most.
+    #: Most requests of one simulation.
     most_requests: int = 10_000
-    #: Of arrivals, lengths and losses.
+    #: Random seed for arrivals, lengths and failures.
     seed: int = 0
 
 
@@ -95,18 +95,18 @@ class ReplicaKind:
 
     name: str
     roofline: Roofline
-    #: Of one chip, None: not said.
+    #: Price of one chip per hour; None: unknown.
     chip_hour: float | None = None
 
     @property
     def replica_hour(self) -> float | None:
-        """Price of a replica."""
+        """Price of a replica per hour; None: unknown."""
         return None if self.chip_hour is None else self.chip_hour * self.roofline.count
 
     def engine_for(
         self, lengths: LengthMeans, targets: Targets, how: FleetAssumptions
     ) -> tuple[OperatingPoint, EngineShape]:
-        """Seats that keep the speed of streams, and the engine with them. Raises ConfigError."""
+        """The most seats that keep the speed of streams, and their engine. Raises ConfigError."""
         slowest = 1 / targets.stream_tok_s if targets.stream_tok_s else None
         load = Load(
             prompt=max(1, round(lengths.prompt)),
@@ -135,33 +135,33 @@ class ReplicaKind:
 
 @dataclass(frozen=True, slots=True)
 class FleetSizing:
-    """The answer for one kind of replica."""
+    """The sized fleet for one kind of replica."""
 
     kind: ReplicaKind
-    #: Why there is none; "": there is one.
+    #: Reason why no fleet keeps the targets; empty if one does.
     problem: str = ""
     seats: int = 0
     pages: int = 0
-    #: Requests a second that one replica takes and keeps the targets.
+    #: Requests a second of one replica at which the targets are kept.
     load_req_s: float = 0.0
-    #: For the busiest hour, spare ones included, and how many these are.
+    #: Replicas of the busiest hour, including spare ones; the number of spare ones.
     replicas: int = 0
     spare: int = 0
-    #: By hour, spare ones included.
+    #: Replicas of each hour, including spare ones.
     by_hour: tuple[int, ...] = ()
-    #: Of the traffic's time with as many as the busiest hour needs all the time, and with as many
-    #: as each hour needs, started ahead of it.
+    #: Replica-hours of the whole traffic: with a constant number for the busiest hour, and with
+    #: the number that each hour needs, started in advance.
     fixed_replica_hours: float = 0.0
     scaled_replica_hours: float = 0.0
-    #: Of all hours.
+    #: Output tokens of all hours.
     output_tokens: float = 0.0
-    #: The busiest time: how many replicas were simulated, and what came of it.
+    #: Simulation of the busiest time: its replicas, and its figures.
     simulated: int = 0
     figures: JsonDict = field(default_factory=dict)
 
     @property
     def price_per_hour(self) -> float | None:
-        """Price of the fleet in its busiest hour."""
+        """Price of the fleet in its busiest hour; None without a price."""
         hour = self.kind.replica_hour
         return None if hour is None else hour * self.replicas
 
@@ -173,7 +173,7 @@ class FleetSizing:
         targets: Targets,
         how: FleetAssumptions,
     ) -> FleetSizing:
-        """Size a fleet of one kind; `problem` says why it cannot be."""
+        """Size a fleet of one kind. If no size keeps the targets, `problem` has the reason."""
         how = replace(how, failures=how.failures.of_replica(kind.roofline.count))
         lengths = LengthMeans.of(traffic.sample(1.0, _FEWEST, how.seed))
         try:
@@ -188,7 +188,7 @@ class FleetSizing:
         return sizer.checked(sizer.counted(request_s, lengths))
 
     def cost_per_million(self, replica_hours: float) -> float | None:
-        """Cost of a million output tokens, over all hours."""
+        """Cost of a million output tokens over all hours; None without a price or tokens."""
         hour = self.kind.replica_hour
         if hour is None or not self.output_tokens:
             return None
@@ -206,14 +206,14 @@ def _out_of_reach(targets: Targets) -> str:
 class _Sizer:
     kind: ReplicaKind
     engine: EngineShape
-    #: Of one replica, all seats busy.
+    #: One replica's steady state with all seats busy.
     point: OperatingPoint
     traffic: Day | Recorded
     targets: Targets
     how: FleetAssumptions
 
     def most_load(self) -> float:
-        """Requests a second of one replica at which a few of them keep the targets; 0: none."""
+        """Most requests a second per replica at which a few replicas keep the targets; 0: none."""
         low, high = 0.0, _LOADS[1]
         share = high
         count = max(_FEWEST, _SEATFULS * _CELL * self.point.seats)
@@ -241,7 +241,7 @@ class _Sizer:
         )
 
     def counted(self, request_s: float, lengths: LengthMeans) -> FleetSizing:
-        """Replicas of each hour, at so many requests a second of each, and what they come to."""
+        """The fleet for each hour. request_s: requests a second of one replica."""
         traffic = self.traffic
         needed = [max(1, math.ceil(rate / request_s)) for rate in traffic.rates]
         by_hour = tuple(count + _spare_for(count, self.how) for count in needed)
@@ -258,7 +258,7 @@ class _Sizer:
         return self._billed(sizing)
 
     def _billed(self, sizing: FleetSizing) -> FleetSizing:
-        """With its replica-hours. Replicas of the next hour are paid for while they start."""
+        """A copy with replica-hours. Replicas of the next hour also cost money while they start."""
         hours = self.traffic.hour_s / _SECONDS_PER_HOUR
         counts = sizing.by_hour
         ahead = sum(max(0, after - before) for before, after in itertools.pairwise(counts))
@@ -269,7 +269,7 @@ class _Sizer:
         )
 
     def checked(self, sizing: FleetSizing) -> FleetSizing:
-        """The busiest time simulated, with more replicas until the targets are kept."""
+        """Simulate the busiest time, with more replicas until the targets are kept."""
         how = self.how
         for replicas in _more(sizing.replicas):
             part = min(_PART, replicas)
@@ -281,7 +281,7 @@ class _Sizer:
         return replace(sizing, problem="the busiest time does not keep the targets")
 
     def _grown(self, sizing: FleetSizing, replicas: int) -> FleetSizing:
-        """With so many replicas in the busiest hour, and the others in proportion."""
+        """A copy with `replicas` in the busiest hour, and the other hours in proportion."""
         growth = replicas / sizing.replicas
         by_hour = tuple(math.ceil(growth * count) for count in sizing.by_hour)
         load_req_s = sizing.load_req_s / growth
@@ -297,8 +297,8 @@ def _more(replicas: int) -> Iterator[int]:
 
 
 def _spare_for(replicas: int, how: FleetAssumptions) -> int:
-    """Spare replicas so that fewer than needed are up with a chance of at most `_SHORT`: the number
-    that is down at a time is Poisson distributed.
+    """Number of spare replicas, so that fewer than needed are up with a probability of at most
+    `_SHORT`. The number of replicas that are down is Poisson distributed.
     """
     from scipy.stats import poisson
 

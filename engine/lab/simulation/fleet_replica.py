@@ -25,8 +25,8 @@ SimulatedState = Literal["starting", "ready", "recovering", "draining"]
 
 
 def fleet_request(number: int, arrival: Arrival) -> EngineRequest:
-    """Request `number` of the traffic. Prompts of one conversation begin alike, and all
-    conversations share their first `n_shared` tokens; other prompts begin like no other.
+    """Request `number` of the traffic. Prompts of one conversation have the same prefix, and all
+    conversations share their first `n_shared` tokens; other prompts have a unique prefix.
     """
     n_shared = arrival.n_shared if arrival.conversation else 0
     own = 2 * arrival.conversation if arrival.conversation else 2 * number + 1
@@ -36,9 +36,9 @@ def fleet_request(number: int, arrival: Arrival) -> EngineRequest:
 
 @dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """A replica on its own clock; call `advance` with the current time before any other method.
+    """A replica with its own clock. Call `advance` with the current time before any other method.
 
-    clock: the ingress's.
+    clock: the clock of the ingress.
     """
 
     name: str
@@ -46,16 +46,16 @@ class SimulatedReplica:
     clock: Callable[[], float]
     shape: EngineShape
     table: StepTimes
-    #: Prompts find the pages of earlier prompts that begin alike.
+    #: Whether the engine has a prefix cache.
     prefix_cache: bool
-    #: Seconds that a new request would wait for a seat, as the engine last said.
+    #: Last predicted wait of the engine for a new request, seconds.
     wait_s: float = 0.0
-    #: The replica as the ingress knows it.
+    #: The replica's state at the ingress.
     known: Replica = field(init=False)
     device: VirtualDevice = field(init=False)
     core: EngineCore = field(init=False)
     _records: RequestRecords = field(init=False)
-    #: By request id, those without an end.
+    #: Requests without an end, by id.
     _open: dict[str, EngineRequest] = field(default_factory=dict[str, EngineRequest])
     _ended: list[RequestRecord] = field(default_factory=list[RequestRecord])
 
@@ -65,13 +65,13 @@ class SimulatedReplica:
         self._start_core(0.0)
 
     def become(self, state: SimulatedState) -> None:
-        """Change the state; the ingress learns at once whether requests are taken."""
+        """Change the state. The ingress learns at once whether it takes requests."""
         self.state = state
         self.known.state = "ready" if state == "ready" else "unready"
         self.known.changed()
 
     def report(self) -> None:
-        """Tell the ingress what a real engine's /metrics tells."""
+        """Report to the ingress the values that a real engine has in /metrics."""
         self.known.running = float(self.n_open)
         self.known.wait_s = self.wait_s
         self.known.open_then = self.known.open
@@ -91,18 +91,18 @@ class SimulatedReplica:
 
     @property
     def n_open(self) -> int:
-        """Requests without an end."""
+        """Number of requests without an end."""
         return len(self._open)
 
     def take_ended(self) -> list[RequestRecord]:
-        """Records of requests that ended since the last call; the ingress learns of them."""
+        """Records of requests that ended since the last call, which are reported to the ingress."""
         ended, self._ended = self._ended, []
         for record in ended:
             self.known.end(record.end - record.arrival)
         return ended
 
     def add(self, request: EngineRequest) -> bool:
-        """Let a request wait; False if the engine refuses it."""
+        """Submit a request; returns False if the engine refuses it."""
         try:
             self.core.scheduler.add(request)
         except RequestError:
@@ -112,7 +112,7 @@ class SimulatedReplica:
         return True
 
     def advance(self, until: float) -> None:
-        """Take all steps that begin before `until`."""
+        """Run all steps that begin before `until`."""
         clock = self.device.clock
         while self.core.has_work and clock.now < until:
             report = step_or_wait(self.core, clock, until)
@@ -127,7 +127,7 @@ class SimulatedReplica:
             self.wait_s = 0.0
 
     def lose_core(self, back_at: float) -> list[RequestRecord]:
-        """The core is lost; its requests go on in another one that is there at `back_at`.
+        """Lose the core. Its requests continue in a new one that is ready at `back_at`.
 
         Returns their records so far.
         """
@@ -139,7 +139,7 @@ class SimulatedReplica:
         return records
 
     def lose_machine(self) -> tuple[list[RequestRecord], list[EngineRequest]]:
-        """The machine is lost. Returns records so far, and requests to begin elsewhere."""
+        """Lose the machine. Returns records so far, and requests to start on another replica."""
         records, requests = self._lose(self.device.clock.now)
         return records, [msgspec.structs.replace(request, resumed=None) for request in requests]
 

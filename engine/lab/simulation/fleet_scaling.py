@@ -1,4 +1,4 @@
-"""When a simulated fleet starts replicas and lets them go."""
+"""Decides when a simulated fleet starts and stops replicas."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from dataclasses import dataclass, field
 
 from jitney.engine.common.errors import ConfigError
 
-#: What counts of requests keep of themselves from one decision to the next.
+#: Decay factor of the request counts between two decisions.
 _FADE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingRule:
-    """More replicas when requests would wait or seats are few; fewer after a calm time."""
+    """Rule that starts replicas if requests would wait or few seats are free, and stops some after
+    a calm time.
+    """
 
-    #: Replicas are started when the 90th percentile of their predicted waits is above this.
+    #: Replicas start if the 90th percentile of the predicted waits is above this, seconds.
     target_wait_s: float = 1.0
-    #: Seats in use over seats that the fleet is sized for; 1 and more: only the wait counts.
+    #: Target for seats in use divided by seats; 1 and more: only the wait counts.
     fill: float = 0.75
-    #: Between two decisions.
+    #: Seconds between two decisions.
     every_s: float = 10.0
-    #: A replica goes when fewer have been enough for so long.
+    #: Replicas stop if fewer have been enough for this time, seconds.
     calm_s: float = 300.0
     least: int = 1
     most: int = 10_000
@@ -35,8 +37,8 @@ class ScalingRule:
             raise ConfigError("the times of scaling must be more than 0")
 
     def wanted(self, ready: int, waits: Sequence[float], fill: float) -> int:
-        """Replicas that the present load asks for. waits: predicted, one for each ready replica;
-        fill: seats that the traffic needs over their seats.
+        """Number of replicas for the present load. waits: predicted wait of each ready replica;
+        fill: seats that the traffic needs, divided by the ready replicas' seats.
         """
         if not ready:
             return self.least
@@ -50,45 +52,45 @@ class ScalingRule:
 
 @dataclass(slots=True)
 class SeatDemand:
-    """Seats that the traffic takes where none has to wait, by Little's law: those in use, times
-    the requests that came for each that ended. What waits is not counted: it is served once
-    replicas that start now are ready, and would be counted again at each decision until then.
+    """Seats that the traffic needs without waiting, by Little's law: seats in use, times arrived
+    requests divided by ended ones. Waiting requests are not counted: starting replicas will serve
+    them, and until then each decision would count them again.
     """
 
-    #: Fading counts of requests that came and that ended.
+    #: Decaying counts of requests that arrived and that ended.
     _came: float = 0.0
     _ended: float = 0.0
 
     def observe(self, came: int, ended: int) -> None:
-        """So many requests came and ended since the last decision."""
+        """Add the requests that arrived and that ended since the last decision."""
         self._came = _FADE * self._came + came
         self._ended = _FADE * self._ended + ended
 
     def of(self, in_use: float) -> float:
-        """in_use: seats in use, or their share of all; the demand in the same unit."""
+        """The demand in the unit of `in_use`: seats in use, or their share of all seats."""
         return in_use * self._came / self._ended if self._ended else in_use
 
 
 @dataclass(slots=True)
 class Scaler:
-    """Follows a rule; a short lull stops no replica, because a start would follow."""
+    """Applies a rule. A short lull stops no replica, since it would soon have to start again."""
 
     rule: ScalingRule
-    #: (time, replicas wanted), of the last `calm_s`.
+    #: (time, replicas by the rule) of the last `calm_s`.
     _recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def change(
         self, now: float, ready: int, starting: int, waits: Sequence[float], fill: float
     ) -> int:
-        """Replicas to start (positive) or to let go (negative)."""
+        """Number of replicas to start (positive) or to stop (negative)."""
         rule, recent = self.rule, self._recent
-        wanted = rule.wanted(ready, waits, fill)
-        recent.append((now, wanted))
+        target = rule.wanted(ready, waits, fill)
+        recent.append((now, target))
         while recent[0][0] < now - rule.calm_s:
             recent.popleft()
         present = ready + starting
-        if wanted > present:
-            return wanted - present
+        if target > present:
+            return target - present
         if starting or recent[0][0] > now - rule.calm_s + rule.every_s:
             return 0
         return min(0, max(count for _, count in recent) - present)

@@ -1,4 +1,4 @@
-"""Traffic for a fleet: rates hour by hour, or what was recorded."""
+"""Traffic for a fleet: by hourly rates, or recorded."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class LengthMeans:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """Requests that come by chance (Poisson) at the rate of each hour."""
+    """Poisson arrivals at the rate of each hour."""
 
-    #: Requests a second, by hour.
+    #: Requests a second of each hour.
     rates: tuple[float, ...]
     prompt: Lengths
     output: Lengths
-    #: Seconds for which each of the rates holds.
+    #: Seconds for which each rate holds.
     hour_s: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Day:
         return synthesise(count, self.prompt, self.output, Poisson(rate), seed)
 
     def busiest(self, share: float, most: int, seed: int) -> list[Arrival]:
-        """At most so many requests of the busiest hour, or of a share of it."""
+        """At most `most` requests of the busiest hour, at a share of its rate."""
         rate = share * max(self.rates)
         return self.sample(rate, max(1, min(most, round(rate * self.hour_s))), seed)
 
@@ -74,9 +74,9 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Traffic that was recorded. An hour is a minute of it, so that bursts are seen."""
+    """Recorded traffic. Rates are per minute instead of per hour, so that bursts are visible."""
 
-    #: By time.
+    #: Arrivals by time.
     arrivals: Sequence[Arrival]
     hour_s: float = 60.0
 
@@ -86,7 +86,7 @@ class Recorded:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Requests a second, by minute."""
+        """Requests a second of each minute."""
         seconds = self.arrivals[-1].at - self.arrivals[0].at
         counted_s = max(1.0, min(self.hour_s, seconds))
         counts = self._counts()
@@ -107,7 +107,7 @@ class Recorded:
         ]
 
     def busiest(self, share: float, most: int, seed: int) -> list[Arrival]:
-        """At most `most` requests around the busiest minute, of a share of conversations."""
+        """At most `most` requests around the busiest minute, from a share of the conversations."""
         arrivals = _thinned(self.arrivals, share, seed)
         if len(arrivals) <= most:
             return arrivals
@@ -119,14 +119,14 @@ class Recorded:
 
 
 def _thinned(arrivals: Sequence[Arrival], share: float, seed: int) -> list[Arrival]:
-    """A share of the requests, drawn by chance; conversations stay whole."""
+    """A random share of the requests; conversations stay complete."""
     rng = np.random.default_rng(seed)
-    kept: dict[int, bool] = {}
+    is_chosen: dict[int, bool] = {}
     chosen = []
     for number, arrival in enumerate(arrivals):
         talk = arrival.conversation or -1 - number
-        if talk not in kept:
-            kept[talk] = share >= 1 or rng.random() < share
-        if kept[talk]:
+        if talk not in is_chosen:
+            is_chosen[talk] = share >= 1 or rng.random() < share
+        if is_chosen[talk]:
             chosen.append(arrival)
     return chosen

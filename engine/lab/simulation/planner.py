@@ -1,9 +1,8 @@
-"""Sizing a deployment before it is rented: what fits, how fast it is by batch size, what load to
-give it, its cost.
+"""Sizes a deployment before it is rented: memory, speed by batch size, load and cost.
 
-A steady state is worked out by hand instead of simulated: with d sequences decoding, each step
-carries d decode rows and, because every sequence that leaves is replaced, d * prompt / output
-prompt rows on average; the roofline says how long such a step takes.
+The steady state is computed, not simulated: with d decoding sequences, each step has d decode rows
+and, since every sequence that ends is replaced, d * prompt / output prompt rows on average. The
+roofline gives the time of such a step.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.core import Bucket, PoolShares, PoolSizes, StepWork, powers_of_two
 from jitney.engine.lab.simulation.roofline import Roofline
 
-#: Seats beyond which nothing is looked at.
+#: Most seats that are considered.
 _MOST_SEATS = 1024
-#: What a load cannot be less than.
+#: Least value of each field of a load.
 _LEAST = {
     "prompt": 1,
     "output": 1,
@@ -41,17 +40,17 @@ class Load:
     #: Mean tokens of a request.
     prompt: int
     output: int
-    #: Limits in seconds, None: none.
+    #: Limits of time between tokens and time to first token, seconds; None: no limit.
     itl_s: float | None = None
     ttft_s: float | None = None
-    #: Requests/s to be served by all replicas together, 0: not asked.
+    #: Requests/s of all replicas together; 0: unknown.
     rate: float = 0.0
-    #: Of one chip, None: not asked.
+    #: Price of one chip; None: unknown.
     price_per_hour: float | None = None
-    #: Most rows of a step, and tokens of a KV page.
+    #: Most rows of a step; tokens of a KV page.
     token_budget: int = 2048
     page_size: int = 16
-    #: Chance that a draft behind right ones is accepted, and most drafts of a sequence in a step.
+    #: Probability that a draft is accepted after accepted ones; most drafts per sequence and step.
     acceptance: float = 0.0
     drafts: int = 0
 
@@ -72,7 +71,7 @@ class Load:
 
     @property
     def mean_context(self) -> float:
-        """KV positions that a decoding sequence holds on average."""
+        """Mean KV positions of a decoding sequence."""
         return self.prompt + self.output / 2
 
     @property
@@ -82,58 +81,58 @@ class Load:
 
     @property
     def prompt_rows(self) -> float:
-        """Prompt rows that come with each decode row in a steady state."""
+        """Prompt rows per decode row in the steady state."""
         return self.prompt / self.output
 
     @property
     def most_drafts(self) -> int:
-        """Drafts of a sequence in a step at most; 0 where none is ever accepted."""
+        """Most drafts per sequence and step; 0 if drafts are never accepted."""
         return self.drafts if self.acceptance else 0
 
     def tokens_per_step(self, drafts: int) -> float:
-        """Tokens that a decoding sequence gets in a step that checks so many drafts of it."""
+        """Mean tokens of a decoding sequence in a step that verifies `drafts` of its drafts."""
         return sum([self.acceptance**number for number in range(drafts + 1)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    #: Bytes of the weights, of the KV of one token, and of all KV there is room for.
+    #: Bytes of the weights, of one token's KV, and available for all KV.
     weight_bytes: float
     kv_bytes_per_token: float
     kv_room_bytes: float
-    #: Of the pool, and the tokens that fit into them.
+    #: Pages of the pool, and tokens that fit into them.
     pages: int
     positions: int
-    #: Pages of the layers with a window, by window, where they have pages of their own.
+    #: Attention window -> pages of its cache group, for groups other than the first.
     window_pages: dict[int, int]
-    #: Bytes of a sequence's recurrent state on one chip, and checkpoints of it beside those of
-    #: seats.
+    #: Bytes of a sequence's recurrent state on one chip; checkpoints in addition to the seats'
+    #: states.
     slot_bytes: float
     checkpoints: int
-    #: Sequences of the mean context.
+    #: Sequences of mean context that fit.
     seats_mean: int
-    #: Sequences of the whole length, which can never be preempted.
+    #: Sequences of full length that fit, and are never preempted.
     seats_full: int
 
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """The steady state with `seats` seats, all busy."""
+    """The steady state with all of `seats` seats busy."""
 
     seats: int
-    #: Sequences that decode in each step.
+    #: Decoding sequences in each step.
     decoding: float
     #: Seconds of a step; output tokens and requests a second.
     step_s: float
     output_tok_s: float
     req_s: float
-    #: `Sizing.TTFT_QUANTILE` of it at `Sizing.UTILISATION`.
+    #: `Sizing.TTFT_QUANTILE` of the time to first token at `Sizing.UTILISATION`, seconds.
     ttft_s: float
-    #: What a step waits for.
+    #: The resource that limits a step.
     bound: str
-    #: Of a million output tokens; None without a price.
+    #: Cost of a million output tokens; None without a price.
     cost_per_million: float | None
-    #: Drafts of each sequence that a step checks.
+    #: Drafts per sequence that a step verifies.
     drafts: int = 0
 
     @property
@@ -143,9 +142,9 @@ class OperatingPoint:
 
     @classmethod
     def of(cls, roofline: Roofline, load: Load, seats: int) -> OperatingPoint:
-        """With all of so many seats busy, and as many drafts as bring most tokens; where prompts do
-        not fit the token budget beside the decode rows, the rest of the seats are waiting for their
-        prompts.
+        """The steady state with all `seats` busy, and the number of drafts with the most tokens. If
+        prompts do not fit into the token budget with the decode rows, the other seats wait for
+        their prompts.
         """
         counts = range(load.most_drafts + 1)
         points = [cls._with_drafts(roofline, load, seats, count) for count in counts]
@@ -178,27 +177,27 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The answer."""
+    """The sizing of a deployment."""
 
-    #: Share of the greatest throughput that a service is loaded with.
+    #: Load of a service as a share of its greatest throughput.
     UTILISATION: ClassVar = 0.8
-    #: Quantile of the time to first token that its limit is about.
+    #: Quantile of the time to first token to which its limit applies.
     TTFT_QUANTILE: ClassVar = 0.99
 
     memory: _Memory
-    #: By seats, ascending.
+    #: Steady states by seats, ascending.
     curve: tuple[OperatingPoint, ...]
-    #: Where more seats begin to cost more latency than they bring throughput.
+    #: Point from which more seats add more latency than throughput.
     knee: OperatingPoint
-    #: Most seats that keep the limits, None if none do or there are none.
+    #: Point of the most seats within the limits; None without limits, or if no point keeps them.
     within_slo: OperatingPoint | None
     #: `within_slo` if there are limits, else the knee.
     chosen: OperatingPoint | None
-    #: Its load at `UTILISATION`.
+    #: Requests a second of the chosen point at `UTILISATION`.
     load_req_s: float | None = None
-    #: At that load; None without a price.
+    #: Cost of a million output tokens at that load; None without a price.
     cost_per_million_loaded: float | None = None
-    #: For the demanded rate, None if no rate was asked.
+    #: Replicas for the load's rate; None without a rate.
     replicas: int | None = None
 
     @classmethod
@@ -218,8 +217,8 @@ class Sizing:
         chosen = bend = max(curve, key=_throughput) if at is None else curve[at]
         within = None
         if load.is_limited:
-            kept = [point for point in curve if _keeps(point, load)]
-            chosen = within = kept[-1] if kept else None
+            allowed = [point for point in curve if _keeps(point, load)]
+            chosen = within = allowed[-1] if allowed else None
         sizing = cls(memory, curve, bend, within, chosen)
         if chosen is None:
             return sizing
@@ -251,7 +250,7 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
         return shares.fit(roofline.kv_room)
 
     def seats_of(length: float) -> int:
-        """The most that fit with so many positions each."""
+        """Most sequences of this length that fit."""
         each = math.ceil(length / page)
         most = max(0, int(roofline.kv_room / min(roofline.page_bytes(page)))) // each
         return bisect_right(range(1, most + 1), 0, key=lambda n: n * each >= fit(n).pages[0])
@@ -288,7 +287,7 @@ def _no_room(roofline: Roofline, load: Load) -> str:
 
 
 def _steady_step(load: Load, decoding: float, drafts: int) -> tuple[Bucket, StepWork]:
-    """A step in which so many sequences decode and check so many drafts each."""
+    """A step in which `decoding` sequences decode and verify `drafts` drafts each."""
     prompt = decoding * load.tokens_per_step(drafts) * load.prompt_rows
     rows = decoding * (1 + drafts)
     work = StepWork(
@@ -308,7 +307,7 @@ def _cost_per_million(roofline: Roofline, load: Load, output_tok_s: float) -> fl
 
 
 def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
-    """The resource that takes most of a step."""
+    """The resource that takes most of a step's time."""
     parts = {
         roofline.memory_seconds(bucket, work): "memory",
         roofline.compute_seconds(bucket, work): "compute",
@@ -319,9 +318,8 @@ def _bound(roofline: Roofline, bucket: Bucket, work: StepWork) -> str:
 
 
 def _first_token(load: Load, seats: int, step: float, each: float) -> float:
-    """The `TTFT_QUANTILE` of the time to first token at `UTILISATION`: wait for a seat (Erlang C),
-    for the step under way, and the steps that the prompt takes. each: tokens of a sequence in a
-    step.
+    """The `TTFT_QUANTILE` of the time to first token at `UTILISATION`: the wait for a seat (Erlang
+    C) and for the running step, and the steps of the prompt. each: tokens per sequence and step.
     """
     steps = max(1, math.ceil(load.prompt / max(1.0, load.token_budget - seats)))
     service = (load.output / each + steps) * step
@@ -331,7 +329,7 @@ def _first_token(load: Load, seats: int, step: float, each: float) -> float:
 
 
 def _seat_wait(seats: int, service: float, load: float, quantile: float) -> float:
-    """Quantile of the wait in an M/M/c queue (Erlang, 1917) at a share `load`, seconds."""
+    """Quantile of the wait in an M/M/c queue (Erlang, 1917) at utilisation `load`, seconds."""
     offered, blocked = seats * load, 1.0
     for n in range(1, seats + 1):  # Erlang B, by its recurrence
         blocked = offered * blocked / (n + offered * blocked)
@@ -354,9 +352,9 @@ def knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int
     three points).
 
     Kneedle without its smoothing (Satopää et al. 2011, "Finding a 'Kneedle' in a Haystack"): both
-    axes scaled to [0, 1], the point farthest from the diagonal: above it for a curve that flattens
-    (throughput over concurrency), below it for one that steepens (convex: latency over rate). A
-    curve that falls again is taken as level there, so that its knee is not at a dip.
+    axes are scaled to [0, 1], and the knee is the point farthest from the diagonal: above it for a
+    curve that flattens (throughput over concurrency), below it for one that steepens (convex:
+    latency over rate). A falling part counts as level, so that the knee is not at a dip.
     """
     if len(x) < 3:
         return None
@@ -369,6 +367,6 @@ def knee(x: Sequence[float], y: Sequence[float], *, convex: bool = False) -> int
 
 
 def _unit(values: np.ndarray) -> np.ndarray:
-    """Values [n] f8 scaled to [0, 1]; all 0 if they are all alike."""
+    """Values [n] f8 scaled to [0, 1]; all 0 if they are equal."""
     above = values - values.min()
     return above / (above.max() or 1.0)

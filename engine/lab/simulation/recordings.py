@@ -1,4 +1,4 @@
-"""Traces of requests that an engine was once sent, with what was measured of them."""
+"""Recorded traces: requests that an engine received, with their measured times."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jitney.engine.common.summary import summarise
 from jitney.engine.common.trace import TraceLine
 from jitney.engine.lab.simulation.engine_run import file_errors, span
 
-#: Of closed-loop traffic: share of the arrivals that follow an end, within which share of a median
-#: request, and at least how many seconds.
+#: Closed-loop traffic: least share of arrivals that follow an end; within this share of a median
+#: request's time, or within this number of seconds if that is longer.
 _MOSTLY, _FOLLOWS_SHARE, _FOLLOWS_S = 0.9, 0.1, 0.05
 
 
 class EngineName(NamedTuple):
-    """A model, and what it runs on, in words."""
+    """A model's name and the name of its device."""
 
     model: str
     device: str
@@ -31,8 +31,8 @@ class EngineName(NamedTuple):
         return f"{self.model} on {self.device}"
 
     def is_like(self, other: EngineName) -> bool:
-        """Whether both may be the same: "h100" is a name of an "NVIDIA H100 80GB HBM3", and an
-        empty model may be any.
+        """Whether both may be the same: "h100" matches "NVIDIA H100 80GB HBM3", and an empty name
+        matches any.
         """
         pairs = [(ours.lower(), theirs.lower()) for ours, theirs in zip(self, other, strict=True)]
         return all(ours in theirs or theirs in ours for ours, theirs in pairs)
@@ -40,10 +40,10 @@ class EngineName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Requests that an engine was once sent, and what was measured of them."""
+    """Requests that an engine received, with their measured times."""
 
     requests: Sequence[RequestRecord]
-    #: What answered them; None: the recording does not say.
+    #: The engine that answered them; None: unknown.
     engine: EngineName | None = None
 
     @classmethod
@@ -55,20 +55,20 @@ class Recording:
         return cls(requests, next(engines, None))
 
     def figures(self, **options: Any) -> JsonDict | None:
-        """From the first arrival to the last end; None if empty. options: of `summarise`."""
+        """Figures from first arrival to last end; None if empty. options: those of `summarise`."""
         if not self.requests:
             return None
         return summarise(self.requests, records=None, seconds=span(self.requests), **options)
 
     def clients(self) -> int:
-        """Number of clients that sent these requests, each the next one when its last had ended; 0
-        if the requests came at times of their own.
+        """Number of clients of a closed loop, each of which sends its next request when the last
+        one has ended; 0 if the requests came in an open loop.
 
-        Traffic of such clients waits for the engine: replayed at its recorded times, a slower
-        policy would meet more requests than its clients could send.
+        A closed loop waits for the engine: if its requests were replayed at their recorded times, a
+        slower policy would get more requests than such clients send.
         """
         if any(each.first_token is None and each.finish == "error" for each in self.requests):
-            return 0  # such clients come again, at their own times
+            return 0  # clients of refused requests retry at their own times
         by_arrival = sorted(self.requests, key=lambda request: request.arrival)
         clients = _most_open(by_arrival)
         later = by_arrival[clients:]
@@ -98,7 +98,7 @@ def _measured_request(number: int, line: TraceLine) -> RequestRecord:
 
 
 def _most_open(requests: Iterable[RequestRecord]) -> int:
-    """The most requests that are open at a time."""
+    """Most requests that are open at the same time."""
     moments = []
     for request in requests:
         moments += [(request.arrival, 1), (request.end, -1)]
@@ -107,8 +107,8 @@ def _most_open(requests: Iterable[RequestRecord]) -> int:
 
 
 def _count_following(requests: Iterable[RequestRecord], ends: Sequence[float], soon: float) -> int:
-    """Number of requests, by arrival, that come within `soon` seconds after an end that no other
-    request follows. ends: ascending.
+    """Number of requests that come within `soon` seconds after an end, with at most one request per
+    end. requests: by arrival; ends: ascending.
     """
     count = place = 0
     for request in requests:
@@ -121,8 +121,8 @@ def _count_following(requests: Iterable[RequestRecord], ends: Sequence[float], s
 
 
 def write_recording(path: str | Path, requests: Iterable[RequestRecord], started: float) -> None:
-    """One line per request, with what was measured, as `jitney serve --record` writes it; times
-    since `started`. ConfigError if the file cannot be written.
+    """Write one line per request with its measured times, like `jitney serve --record`; times since
+    `started`. Raises ConfigError if the file cannot be written.
     """
     lines = []
     for request in requests:
@@ -132,5 +132,5 @@ def write_recording(path: str | Path, requests: Iterable[RequestRecord], started
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(lines))
 
 
-#: Fields of a request that a trace has too.
+#: Fields of a request that are written to a trace.
 _MEASURED = ("n_prompt", "n_output", "tenant", "queue_s", "ttft_s", "e2e_s", "finish")

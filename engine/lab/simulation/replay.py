@@ -1,8 +1,8 @@
-"""Traffic again, under other policies: the policy lab's process, `python -P -m
+"""Worker process of the policy lab, which replays traffic under other policies: `python -P -m
 jitney.engine.lab.simulation.replay`.
 
-A `ReplayJob` comes in, lines of JSON go out. It runs at the lowest priority, so that the engine it
-shares the machine with does not notice.
+It reads a `ReplayJob` and writes lines of JSON. It runs at the lowest priority, so as not to slow
+down the engine on the same machine.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import StepTable
 
 _NICENESS = 15
-#: Most stays told of one policy.
+#: Most stays in the result of one policy.
 _MAX_STAYS = 20_000
-#: Ended requests below which the error of a prediction is chance.
+#: Least ended requests for which the error of a prediction is meaningful.
 _FEWEST_ENDED = 20
 
 
 class RecordedEngine(msgspec.Struct, frozen=True):
-    """The engine that recorded."""
+    """The engine whose traffic was recorded."""
 
     #: [engine] of its configuration.
     settings: JsonDict
-    #: Tokens a sequence may have.
+    #: Most tokens of a sequence.
     context_length: int
-    #: In use by sequences at most, without the trash page.
+    #: Pages of the KV pool, without the trash page.
     pages: int
-    #: Rows that its programs were compiled for, empty if it does not tell.
+    #: Sizes that its programs were compiled for, rows; empty if unknown.
     seat_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
-    #: The machine, in words.
+    #: Name of the machine.
     machine: str = ""
-    #: On a GPU or TPU.
+    #: Whether it runs on a GPU or TPU.
     on_device: bool = False
     #: See `Buckets`.
     padding_is_free: bool = False
 
     def shape(self, changes: JsonDict) -> EngineShape:
-        """The engine with changed settings; its buckets stay if seats and budget do."""
+        """The engine with changed settings; its buckets stay if seats and budget are the same."""
         settings = EngineSection.model_validate(self.settings | changes, strict=False)
         return EngineShape.of(
             settings,
@@ -70,9 +70,9 @@ class RecordedEngine(msgspec.Struct, frozen=True):
         )
 
     def own_buckets(self, settings: EngineSection) -> Buckets | None:
-        """Those it was compiled with, if these settings leave them as they are; else None."""
-        own, asked = self.compiled, (settings.max_seats, settings.token_budget)
-        return own if own is not None and asked == (own.seats, own.token_budget) else None
+        """Its compiled buckets if these settings have the same seats and budget; else None."""
+        own, sizes = self.compiled, (settings.max_seats, settings.token_budget)
+        return own if own is not None and sizes == (own.seats, own.token_budget) else None
 
     @property
     def compiled(self) -> Buckets | None:
@@ -87,15 +87,15 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
 
 class BucketsJob(msgspec.Struct, frozen=True, tag="buckets"):
-    """Steps to find better sizes of programs for."""
+    """Job that finds better sizes for recorded steps."""
 
     engine: RecordedEngine
-    #: A .npy file of step records.
+    #: Step records as a .npy file.
     records: bytes
 
     def result(self) -> JsonDict:
-        """The sizes under which these steps take the least time, with as many programs as now, and
-        the shares of padding and seconds of both.
+        """The sizes with the least time for these steps, with the present number of programs; and
+        padding and seconds of present and proposed sizes.
         """
         present, records = self.engine.compiled, _array(self.records)
         if present is None:
@@ -113,43 +113,45 @@ class BucketsJob(msgspec.Struct, frozen=True, tag="buckets"):
 
 
 class ReplayJob(msgspec.Struct, frozen=True, tag="replay"):
-    """The traffic to replay, and how."""
+    """Job that replays traffic under several policies."""
 
-    #: At their recorded pace.
+    #: Arrivals at their recorded times.
     arrivals: list[Arrival]
     engine: RecordedEngine
-    #: Settings other than the engine's own.
+    #: Settings that differ from the engine's own.
     changes: JsonDict
-    #: To compare, by name.
+    #: Names of the policies to compare.
     policies: list[str]
-    #: A .npy file of step records to learn step times from.
+    #: Step records as a .npy file, from which step times are fitted.
     records: bytes
-    #: The arrivals as they were served, open ones as far as they had come when the recording ended
-    #: (see `RequestRecord.until`).
+    #: Records of the arrivals; open requests as of the end of the recording (see
+    #: `RequestRecord.until`).
     requests: list[RequestRecord]
-    #: From the first arrival to the end of the recording.
+    #: Seconds from the first arrival to the end of the recording.
     seconds: float
-    #: The steps of that time (.npy).
+    #: Step records of that time as a .npy file.
     window: bytes
-    #: Of the engine that recorded.
+    #: Seats of the recorded engine.
     seats: int
-    #: Seconds that the requests sat in seats.
+    #: Sum of the seconds of all requests in seats.
     seated_s: float
-    #: The policy under which that was.
+    #: Policy of the recorded engine.
     recorded: str
-    #: How many times as fast the arrivals shall come.
+    #: Factor by which the arrivals come faster.
     speed: float = 1.0
-    #: Of the engine; None: no costs are worked out.
+    #: Price of the engine; None: no costs.
     price_per_hour: float | None = None
 
     @property
     def paced(self) -> list[Arrival]:
-        """The arrivals as they shall come."""
+        """The arrivals at the changed speed."""
         return [msgspec.structs.replace(each, at=each.at / self.speed) for each in self.arrivals]
 
 
 def _main() -> int:
-    """Exit status 0 with a last line {"result": ...} or {"error": ...}."""
+    """Run the job of standard input. The last line is {"result": ...} or {"error": ...}; exit
+    status 0.
+    """
     os.nice(_NICENESS)
     try:
         job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayJob | BucketsJob)
@@ -165,7 +167,7 @@ def _send(**message: Any) -> None:
 
 
 def _work(job: ReplayJob) -> JsonDict:
-    """Simulate what was recorded, for the error, then each policy; reports progress."""
+    """Simulate the recorded policy for its error, then each policy; sends progress."""
     table = StepTable.from_records(_array(job.records))
     clients = Recording(job.requests).clients()
     measured = _measured_figures(job)
@@ -185,14 +187,14 @@ def _work(job: ReplayJob) -> JsonDict:
 
 def _predicted(job: ReplayJob, policy: str, table: StepTable, clients: int) -> JsonDict:
     shape = job.engine.shape(job.changes | {"policy": policy})
-    # Static is compared as what it is: it waits for its number, unless a timeout was asked for.
+    # Static waits for a full batch, unless the experiment sets a timeout.
     shape = shape.under(policy, job.changes.get("static_timeout_ms") or 0.0)
     run = simulate(job.paced, shape, table, concurrency=round(clients * job.speed) or None)
     return _result_of(run, job.price_per_hour)
 
 
 def _measured_figures(job: ReplayJob) -> JsonDict:
-    """The figures of what was recorded; tokens of open requests count too."""
+    """The figures of the recording; tokens of open requests count, too."""
     window = _array(job.window)
     figures = summarise(
         job.requests,
@@ -208,24 +210,24 @@ def _measured_figures(job: ReplayJob) -> JsonDict:
 def _own_error(
     job: ReplayJob, table: StepTable, clients: int, measured: JsonDict
 ) -> dict[str, float]:
-    """`accuracy.errors` of simulating the very policy, settings and traffic that were recorded.
+    """`accuracy.errors` of a simulation of the recorded policy, settings and traffic.
 
-    Empty if too few requests ended. Both are looked at until the record ended: a request that was
-    still running then has brought so many tokens and no end.
+    Empty if too few requests ended. Both are compared up to the end of the recording: a request
+    that is still running then counts with its tokens so far and without an end.
     """
     if sum(request.served for request in job.requests) < _FEWEST_ENDED:
         return {}
     shape = job.engine.shape({"policy": job.recorded})
     run = simulate(job.arrivals, shape, table, concurrency=clients or None)
     predicted = run.figures() | _seen_until(run.requests, job.seconds)
-    # The figures that are known before every request has ended.
+    # Figures that do not need the end of every request.
     names = ("output_tok_s", "ttft_s", "e2e_s", "itl_s")
     ours, theirs = ({name: each[name] for name in names} for each in (predicted, measured))
     return errors(ours, theirs)
 
 
 def _seen_until(requests: list[RequestRecord], seconds: float) -> JsonDict:
-    """Tokens and latencies as known `seconds` after the first arrival."""
+    """Tokens and latencies up to `seconds` after the first arrival."""
     end = min(request.arrival for request in requests) + seconds
     tokens = round(sum(_delivered(request, end) for request in requests))
     begun = [request for request in requests if _first_token(request) <= end]
@@ -243,7 +245,7 @@ def _first_token(request: RequestRecord) -> float:
 
 
 def _delivered(request: RequestRecord, end: float) -> float:
-    """Tokens of a request by then, as if they came evenly from first to last."""
+    """Tokens of a request up to `end`, assuming an even rate from the first to the last."""
     first, last = _first_token(request), request.end
     if first > end:
         return 0.0
@@ -265,7 +267,7 @@ def _result_of(run: EngineRun, price_per_hour: float | None) -> JsonDict:
 
 
 def _columns(stays: list[SeatStay], first: float) -> dict[str, list[Any]]:
-    """Seconds since `first`."""
+    """The stays as columns, with times in seconds since `first`."""
 
     def column(field: str) -> list[float | None]:
         times = [getattr(stay, field) for _, stay in stays]
@@ -281,7 +283,7 @@ def _columns(stays: list[SeatStay], first: float) -> dict[str, list[Any]]:
 
 
 def _gaps_of(records: np.ndarray) -> dict[str, float] | None:
-    """Time between tokens: of the steps, as often as they had decode rows."""
+    """Spread of the time between tokens: step times, each weighted by its decode rows."""
     steps = records[records["decode"] > 0]
     spans = steps["device_s"].astype(np.float64) + steps["gap_s"]
     return spread(np.repeat(spans, steps["decode"]))

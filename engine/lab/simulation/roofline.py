@@ -1,10 +1,10 @@
 """Step times from first principles: bytes over bandwidth or operations over peak, whichever takes
 longer.
 
-The roofline of Williams, Waterman and Patterson (2009) for one step of a decoder: weights and KV
-are read once, KV of the step's rows is written; matrix products cost two operations per weight and
-row, attention four per head, key and head dimension. What no chip reaches is taken off by two
-stated efficiencies, and each step pays a fixed overhead.
+This is the roofline of Williams, Waterman and Patterson (2009) for one step of a decoder: weights
+and KV are read once, KV of the step's rows is written; matrix products cost two operations per
+weight and row, attention four per head, key and head dimension. Two stated efficiencies reduce the
+published peaks to reachable rates, and each step has a fixed overhead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jitney.engine.lab.simulation.devices import Accelerator
 from jitney.engine.lab.simulation.shapes import SHAPES
 from jitney.engine.lab.simulation.step_table import HostTimes
 
-#: Bytes per number; int4 with a 2-byte scale and a 1-byte zero point for every 128 weights, mxfp4,
-#: which is of experts alone, with a 1-byte scale for every 32.
+#: Bytes per number. int4 has a 2-byte scale and a 1-byte zero point for every 128 weights; mxfp4,
+#: which only experts have, has a 1-byte scale for every 32.
 _BYTES = {
     "f32": 4.0,
     "bf16": 2.0,
@@ -40,14 +40,14 @@ _BYTES = {
 }
 #: Formats that a model's weights may be planned in.
 WEIGHT_FORMATS = ("bf16", "fp8", "int8", "int4", "mxfp4")
-#: The host of a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms at 256,
-#: mostly per row.
+#: Host times assumed for a GPU or TPU machine: the project's budget of 0.3 ms at 64 seats and 1 ms
+#: at 256, mostly per row.
 _ASSUMED_HOST = HostTimes(before=6e-5, before_per_row=2.2e-6, after=2e-5, after_per_row=1.4e-6)
 
 
 def _find_shape(model: str) -> ModelConfig:
-    """The shape of a decoder: of a built-in name, a config.json or whatever `--model` takes; its
-    weights are not needed, but a repository id is fetched. Raises ModelError.
+    """The shape of a decoder by a built-in name, a config.json, or any value of `--model`. Weights
+    are not needed, but a repository id is downloaded. Raises ModelError.
     """
     shape = _read_shape(model)
     if shape.encoder is not None:
@@ -74,7 +74,7 @@ def _read_shape(model: str) -> ModelConfig:
         raise ModelError(f"{error}; or a built-in shape: {', '.join(SHAPES)}") from None
 
 
-#: Assumptions that are shares of what there is.
+#: Assumptions that are shares of a published value.
 _SHARES = ("bandwidth", "flops", "memory")
 
 
@@ -82,12 +82,12 @@ _SHARES = ("bandwidth", "flops", "memory")
 class Assumptions:
     """The roofline's assumptions."""
 
-    #: Shares of the published peaks that are reached.
+    #: Reached shares of the published peaks.
     bandwidth: float = 0.8
     flops: float = 0.6
-    #: Fixed cost of a step.
+    #: Fixed seconds of a step.
     overhead_s: float = 3e-4
-    #: Latency of one collective between chips.
+    #: Latency of one collective between chips, seconds.
     hop_s: float = 1e-5
     #: Share of the memory that may be used.
     memory: float = 0.92
@@ -107,12 +107,12 @@ _USUAL = Assumptions()
 class ModelCost:
     """Bytes and operations of a model in a number format. weights, kv: keys of BYTES. The
     embedding, and a head tied to it, stay bfloat16 (float32 if the weights are) when matrices are
-    quantised. What is worked out once is kept: a simulation asks for it in every step."""
+    quantised. Results are cached, since a simulation needs them in every step."""
 
     config: ModelConfig
     weights: str = "bf16"
     kv: str = "bf16"
-    #: With a model or head that drafts; None: none does.
+    #: Draft model or head; None without one.
     drafter: _Drafter | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class ModelCost:
 
     @property
     def narrow(self) -> list[str]:
-        """Weights and KV with fewer bits than bfloat16, in words."""
+        """Names of weight and KV formats with fewer bits than bfloat16."""
         formats = {"weights": self.weights, "KV": self.kv}
         return [f"{kind} {name}" for name, kind in formats.items() if _BYTES[kind] < _BYTES["bf16"]]
 
@@ -145,7 +145,7 @@ class ModelCost:
 
     @property
     def _shared_bytes(self) -> float:
-        """Bytes of one weight of matrices that are no expert's."""
+        """Bytes per weight of matrices outside experts."""
         return _BYTES["bf16" if self.weights == "mxfp4" else self.weights]
 
     @cached_property
@@ -155,7 +155,7 @@ class ModelCost:
 
     @cached_property
     def table_weights(self) -> int:
-        """Numbers in the embedding, and as many in the output head but for `head_columns`."""
+        """Numbers in the embedding; a separate output head has `head_columns` columns instead."""
         return self.config.vocab_size * self.config.hidden_size
 
     @property
@@ -165,8 +165,8 @@ class ModelCost:
 
     @property
     def layer_input_weights(self) -> int:
-        """Numbers in the table of what each layer has of a token (`ModelConfig.layer_input_size`),
-        of which a step reads its rows' alone.
+        """Numbers in the table of per-layer token inputs (`ModelConfig.layer_input_size`), of which
+        a step only reads those of its rows.
         """
         c = self.config
         return c.vocab_size * c.n_layers * c.layer_input_size
@@ -191,7 +191,7 @@ class ModelCost:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes held on the device."""
+        """Bytes of all weights on the device."""
         held = self.layer_bytes + self.table_bytes
         if self.drafter is not None:
             held += self.drafter.held_bytes
@@ -208,19 +208,19 @@ class ModelCost:
 
     @property
     def _read_kv_bytes(self) -> float:
-        """The same as layers read them, of which several may read one layer's."""
+        """Bytes of keys and values that layers read per position; layers may share a layer's KV."""
         return sum(width * count for (width, _), count in self.kv_reads.items()) * _BYTES[self.kv]
 
     @cached_property
     def kv_reads(self) -> Counter[tuple[int, int]]:
-        """How many layers read so many numbers of a position, of so many KV heads."""
+        """(numbers per position, KV heads) -> number of layers that read them."""
         c = self.config
         return Counter(
             (c.kv_width(layer), c.of_layer(layer).n_kv_heads) for layer in c.attending_layers
         )
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
-        """(weights and state, KV read and written) in a step: see `StepCost`."""
+        """(bytes of weights and state, bytes of KV read and written) of a step: see `StepCost`."""
         weights, kv = map(float, self.step.read_bytes(rows, _rows_of(work)))
         if self.drafter is not None:
             more_weights, more_kv = self.drafter.read_bytes(rows, work)
@@ -228,7 +228,9 @@ class ModelCost:
         return weights, kv
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
-        """(in the layers' products, in output head and attention) of a step: see `StepCost`."""
+        """(operations in the layers' products, in output head and attention) of a step: see
+        `StepCost`.
+        """
         layers, rest = map(float, self.step.operations(rows, logit_rows, _rows_of(work)))
         if self.drafter is not None:
             more_layers, more_rest = self.drafter.operations(rows, logit_rows, work)
@@ -238,22 +240,22 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class _Drafter:
-    """A model or head that drafts: beside each step a pass over its rows, and one more for each
-    draft that the step checks of a sequence. Its keys and values have the activations' format.
+    """A draft model or head. It adds a pass over each step's rows, and one more for each draft of a
+    sequence that the step verifies. Its keys and values have the activations' format.
     """
 
-    #: Of its layers, and of the output head that it reads.
+    #: Cost of its layers, and of the output head that it reads.
     cost: ModelCost
-    #: Numbers of the matrix before a head's layer; an EAGLE-3 head needs it in the first pass only,
-    #: and it is counted in all.
+    #: Numbers in the matrix before a head's layer. An EAGLE-3 head needs it only in the first pass,
+    #: but it is counted in all.
     joint_weights: int = 0
     #: Bytes of its own embedding and output head.
     table_bytes: float = 0.0
 
     @classmethod
     def named(cls, method: str, name: str, target: ModelConfig, weights: str) -> _Drafter | None:
-        """What `speculative` and `draft_model` name; None: looking drafts up costs nothing.
-        weights: the model's format, which its own layer has, too. Raises ModelError and
+        """The drafter for `speculative` and `draft_model`; None if drafts cost nothing (n-grams).
+        weights: the model's format, also for its own prediction layer. Raises ModelError and
         ConfigError.
         """
         if method in ("off", "ngram"):
@@ -272,7 +274,7 @@ class _Drafter:
 
     @classmethod
     def of_eagle3(cls, name: str, target: ModelConfig) -> _Drafter:
-        """The EAGLE-3 head of that folder or repository."""
+        """The EAGLE-3 head of a folder or repository."""
         from jitney.engine.core import ModelSource
 
         config = ModelSource.of_eagle3(name, target, weights=False).config
@@ -288,16 +290,16 @@ class _Drafter:
 
     @property
     def held_bytes(self) -> float:
-        """Bytes held on the device, but for keys and values."""
+        """Bytes on the device without keys and values."""
         return self.cost.layer_bytes + self.joint_bytes + self.table_bytes
 
     def read_bytes(self, rows: int, work: StepWork) -> tuple[float, float]:
-        """See `ModelCost.read_bytes`; of a pass."""
+        """`ModelCost.read_bytes` of one pass."""
         weights, kv = self.cost.read_bytes(rows, work)
         return weights + self.joint_bytes, kv
 
     def operations(self, rows: int, logit_rows: int, work: StepWork) -> tuple[float, float]:
-        """See `ModelCost.operations`; of a pass."""
+        """`ModelCost.operations` of one pass."""
         layers, rest = self.cost.operations(rows, logit_rows, work)
         return layers + 2 * rows * self.joint_weights, rest
 
@@ -311,18 +313,18 @@ class Roofline:
     """`engine.lab.simulation.step_table.StepTimes` of a model on `count` chips, split by tensor
     parallelism.
 
-    Weights and heads are divided evenly; KV heads at most as often as there are any, then they are
-    replicated. Each layer ends in two all-reduces of [rows, E] bfloat16, by rings: 2 (n - 1) / n of
-    the bytes over the link, and a hop. Queries and keys that are normed over all heads wait for a
-    third one, of two numbers a row: a hop.
+    Weights and heads are divided evenly; KV heads are replicated beyond their number. Each layer
+    has two all-reduces of [rows, E] bfloat16 over a ring: 2 (n - 1) / n of the bytes over the link,
+    and a hop. If queries and keys are normed over all heads, a third all-reduce of two numbers per
+    row adds a hop.
     """
 
     cost: ModelCost
-    #: One of the chips.
+    #: Kind of the chips.
     device: Accelerator
     count: int = 1
     assumed: Assumptions = _USUAL
-    #: What the host takes around each step.
+    #: Host times around each step.
     host: HostTimes = _ASSUMED_HOST
     #: See `step_table.StepTable`.
     noise: dict[str, list[float]] = field(default_factory=dict)
@@ -340,8 +342,8 @@ class Roofline:
         speculative: str = "off",
         draft_model: str = "",
     ) -> Roofline:
-        """The roofline of a model (a built-in shape, a config.json or what `--model` takes) on
-        chips of that name. speculative, draft_model: with what these name to draft. Raises
+        """The roofline of a model (a built-in shape, a config.json or a value of `--model`) on
+        chips of that name. speculative, draft_model: the drafter, as in the settings. Raises
         ModelError and ConfigError.
         """
         shape = _find_shape(model)
@@ -351,7 +353,7 @@ class Roofline:
 
     @property
     def source(self) -> str:
-        """The origin of the times, in words."""
+        """Description of the times' origin."""
         chips = f"{self.count} x {self.device.name}"
         return f"roofline of {chips}, {self.cost.weights} weights, {self.cost.kv} KV"
 
@@ -364,8 +366,8 @@ class Roofline:
         )
 
     def draft_seconds(self, work: StepWork, drafts: int) -> float:
-        """Expected device seconds to make drafts behind the first, so many of a sequence at most.
-        work: the last rows of the sequences.
+        """Expected device seconds for the drafts after the first. drafts: most of a sequence; work:
+        the last rows of the sequences.
         """
         drafter = self.cost.drafter
         if drafter is None or not drafts:
@@ -377,13 +379,13 @@ class Roofline:
         return drafts * (seconds + own.link_seconds(work.decode))
 
     def memory_seconds(self, bucket: Bucket, work: StepWork) -> float:
-        """Time to read weights, KV and recurrent state once."""
+        """Seconds to read weights, KV and recurrent state once."""
         weights, kv = self.cost.read_bytes(bucket.tokens, work)
         per_chip = weights / self.count + kv / self.kv_split
         return per_chip / (self.device.bandwidth * self.assumed.bandwidth)
 
     def compute_seconds(self, bucket: Bucket, work: StepWork) -> float:
-        """Time of the arithmetic; attention runs in bfloat16 whatever the weights' format."""
+        """Seconds of the arithmetic; attention runs in bfloat16 for all weight formats."""
         layers, rest = self.cost.operations(bucket.tokens, bucket.seats, work)
         unit = self._unit
         plain = self.device.peak("f32" if unit == "f32" else "bf16")
@@ -391,8 +393,8 @@ class Roofline:
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Whether the layers' products are counted in fp8: on GPUs with units for it, but not those
-        of a mixture, whose experts are widened.
+        """Whether the layers' products run in fp8: on GPUs with fp8 units, but not for a mixture of
+        experts, whose weights are widened.
         """
         dense = self.cost.config.experts is None
         return self.cost.weights == "fp8" and self.device.rounds_fp8 and dense
@@ -405,7 +407,7 @@ class Roofline:
         return "f32" if self.cost.weights == "f32" else "bf16"
 
     def link_seconds(self, rows: int) -> float:
-        """Time of the all-reduces between chips."""
+        """Seconds of the all-reduces between chips."""
         if self.count == 1:
             return 0.0
         config = self.cost.config
@@ -423,7 +425,7 @@ class Roofline:
 
     @property
     def kv_split(self) -> float:
-        """Among how many chips the KV is divided; a mean where layers have different heads."""
+        """Number of chips among which the KV is divided; a mean if layers have different heads."""
         reads = [(width * n, heads) for (width, heads), n in self.cost.kv_reads.items()]
         own = sum(width / min(self.count, heads) for width, heads in reads)
         return sum(width for width, _ in reads) / own
@@ -449,5 +451,5 @@ class Roofline:
 
     @property
     def kv_room(self) -> float:
-        """Bytes left for KV and for what recurrent layers keep on one chip, beside the weights."""
+        """Bytes on one chip for KV and recurrent state, after the weights."""
         return self.device.memory * self.assumed.memory - self.cost.weight_bytes / self.count

@@ -1,5 +1,5 @@
 """Shapes of published models by name, from their config.json, so that planning needs no download.
-`shapes.json` has the keys that differ from what transformers assumes.
+`shapes.json` has the keys whose values differ from the defaults of transformers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The engine on a virtual clock: the very same core, scheduler, policies, pages and ledger, and a
-device made of time.
+"""Simulates the engine on a virtual clock: its own core, scheduler, policies, pages and ledger,
+with a device that only takes time.
 
-The device takes as long for a step as a step table says, the host as long as it was measured to;
-everything else is decided by the code that runs in production. Sequences end by length. Drafts of
-an engine that speculates are right by chance (`EngineShape.acceptance`). Prompts are lengths only,
-so the prefix cache is off; what a recorded engine found in it (`Arrival.n_cached`) is taken as
-found again, whatever the policy. The pages of such a hit are counted as the sequence's own.
+A step table gives the device's time of a step, and measurements give the host's time; production
+code decides everything else. Sequences end by length. Drafts are accepted at random
+(`EngineShape.acceptance`). Prompts are only lengths, so the prefix cache is off; the tokens that
+the recorded engine found in it (`Arrival.n_cached`) count as found again under all policies. The
+pages of such a hit count as the sequence's own.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.step_table import StepTimes
 
-#: No request finds anything.
+#: Hits of a run in which no request finds cached tokens.
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
 class _RecordedHits(PageTables):
-    """Pages with a list for a prefix cache: each request finds as many tokens as it once did.
+    """Page tables with recorded hits of a prefix cache.
 
-    hits: request id -> prompt tokens; requests that are not named find none.
+    hits: request id -> cached prompt tokens; other requests find none.
     """
 
     def __init__(
@@ -66,22 +66,22 @@ class _RecordedHits(PageTables):
         self.hits = hits
 
     def take(self, seq: Sequence, n_seated: int, lasts: Callable[[int], bool]) -> int | None:
-        found = super().take(seq, n_seated, lasts)
-        if found is None:
+        cached = super().take(seq, n_seated, lasts)
+        if cached is None:
             return None
-        # The last token's logits are needed.
+        # The last prompt token is always computed, since its logits are needed.
         hit = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)
         start = hit - hit % self.pool.page_size
         if start > seq.scheduled:
             self.skip(seq, start)
             saved = max(0, start - seq.computed_high)
             seq.cached_tokens += saved
-            found += saved
-        return found
+            cached += saved
+        return cached
 
 
 class _FlyingStep(NamedTuple):
-    #: Virtual seconds.
+    #: Virtual time at which it is done, seconds.
     ready: float
     result: StepResult
 
@@ -98,7 +98,7 @@ class _VirtualClock:
 
 
 class VirtualDevice:
-    """A runner whose steps take the time of a table, one after another, beside the host."""
+    """A runner whose steps take the times of a table, one after another, parallel to the host."""
 
     compiles = 0
 
@@ -106,7 +106,7 @@ class VirtualDevice:
         self.clock = _VirtualClock()
         self.table = table
         self._free_at = 0.0
-        #: How likely a draft is right, and what draws it; 0: none are made.
+        #: Probability that a draft is accepted (0: no drafts), and its random generator.
         self._acceptance = 0.0
         self._chance = random.Random(seed)
         self._scatter = {kind: _drawn(factors, seed) for kind, factors in table.noise.items()}
@@ -114,8 +114,8 @@ class VirtualDevice:
     def new_core(
         self, shape: EngineShape, hits: Mapping[str, int] = _NO_HITS, *, retain: bool = False
     ) -> EngineCore:
-        """A core of this shape on it. hits: prompt tokens that requests find cached, by id; retain:
-        prompts find the pages of earlier ones that begin alike.
+        """A core of this shape on this device. hits: request id -> cached prompt tokens. retain:
+        with a prefix cache.
         """
         tables = partial(_RecordedHits, hits=hits) if hits else PageTables
         scheduler = shape.new_scheduler(self.clock, retain=retain, tables=tables)
@@ -123,7 +123,7 @@ class VirtualDevice:
         return EngineCore(scheduler, self, Ledger(), self.clock, plans_late=late)
 
     def batch(self, plan: Plan) -> Plan:
-        """The host has planned, and now packs and launches: all three pass here."""
+        """Add the host's time to plan, pack and launch the step."""
         host = self.table.host
         self.clock.now += host.before + host.before_per_row * len(plan.chunks)
         return plan
@@ -153,7 +153,7 @@ class VirtualDevice:
         """See `choose`."""
 
     def choose(self, launched: _FlyingStep, rows: list[MaskedRow], masks: object) -> None:
-        """Simulated answers have no text, so none is held to a grammar."""
+        """Refuse masks: simulated answers have no text, so they have no grammar."""
         raise ValueError("a simulated request has a grammar")
 
     def fetch(self, launched: _FlyingStep) -> StepResult:
@@ -162,25 +162,25 @@ class VirtualDevice:
         return launched.result
 
     def restore(self, error: Exception) -> None:
-        """A simulated device does not fail: the simulator is wrong."""
+        """Raise the error: a simulated device does not fail, so the simulator has a bug."""
         raise error
 
     def sleep(self, alive: Callable[[], None]) -> int:
-        """There is no memory to free."""
+        """Free no memory, since there is none."""
         return 0
 
     def wake(self, alive: Callable[[], None]) -> None:
-        """There is none to take."""
+        """Do nothing: there is no memory to allocate."""
 
     def reported(self, report: StepReport) -> None:
-        """The host took in a step."""
+        """Add the host's time after a step."""
         if report.record:
             host = self.table.host
             self.clock.now += host.after + host.after_per_row * len(report.outputs)
 
 
 def _drawn(factors: Series[float], seed: int) -> Iterator[float]:
-    """The factors in random order, again and again, so that each run has the rare ones."""
+    """The factors in random order, repeated for ever, so that each run has the rare ones."""
     rng = np.random.default_rng(seed)
     while True:
         yield from rng.permutation(factors).tolist()
@@ -194,11 +194,11 @@ def simulate(
     concurrency: int | None = None,
     seed: int = 0,
 ) -> EngineRun:
-    """Run the arrivals (ascending in time) through the engine, as fast as Python goes.
+    """Run the arrivals (ascending in time) through the engine, as fast as Python can.
 
-    concurrency: a closed loop, in which a request comes when fewer than so many are open, whatever
-    its time says. seed: of the scatter of step times, if the table knows any. Requests that the
-    engine refuses end with finish "error". Raises ConfigError if there is nothing to simulate.
+    concurrency: open requests of a closed loop, in which a request comes when fewer are open,
+    regardless of its time. seed: for the scatter of step times, if the table has any. Requests that
+    the engine refuses end with finish "error". Raises ConfigError if there is nothing to simulate.
     """
     if not arrivals:
         raise ConfigError("there is no request to simulate")
@@ -218,13 +218,13 @@ def simulate(
 def predict(
     run: EngineRun, table: StepTimes, *, concurrency: int | None = None, seed: int = 0
 ) -> EngineRun:
-    """The requests of a run on its own engine, simulated; concurrency: None takes the run's own."""
+    """Simulate the requests of a run on its own engine. concurrency: None: that of the run."""
     n_open = run.concurrency if concurrency is None else concurrency
     return simulate(run.arrivals, run.shape, table, concurrency=n_open or None, seed=seed)
 
 
 def _hits_of(arrivals: Series[Arrival]) -> dict[str, int]:
-    """Request id -> prompt tokens that were found cached, of those that found any."""
+    """Request id -> cached prompt tokens, for requests that found any."""
     hits = {str(number): arrival.n_cached for number, arrival in enumerate(arrivals)}
     return {name: n_cached for name, n_cached in hits.items() if n_cached}
 
@@ -236,8 +236,8 @@ def _request_at(arrivals: Series[Arrival], number: int, at: float) -> EngineRequ
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection inside: a run makes millions of objects that live on and no cycle (a
-    tenth of the time).
+    """Disable garbage collection inside, which would take a tenth of the time: a run creates
+    millions of objects that stay alive, and no cycles.
     """
     enabled = gc.isenabled()
     gc.disable()

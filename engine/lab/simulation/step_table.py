@@ -6,11 +6,11 @@ A step of bucket b takes
     fixed_b + per_key * keys + per_longest * longest + per_prompt * prompt rows + per_pair * pairs
         + per_decode * decode rows
 
-(see `engine.core.scheduler.plan.StepWork`). All buckets of a kind (decode-only, mixed) are fitted
-together first, each with its own fixed part; then each bucket on its own, pulled towards the
-common slopes as strongly as PULL of its own points would, so that a bucket seen in few situations
-does not claim slopes it has no evidence for. A bucket that was never seen takes its fixed part from
-its neighbours by linear interpolation over the rows, and the slopes of the nearest.
+(see `engine.core.scheduler.plan.StepWork`). All buckets of a kind (decode-only, mixed) are first
+fitted together, each with its own fixed part. Then each bucket is fitted alone, pulled towards the
+common slopes with the weight of PULL of its own points, so that a bucket with few measurements does
+not get slopes without evidence. A bucket without measurements gets its fixed part from its
+neighbours by linear interpolation over the rows, and the slopes of the nearest one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.core import Bucket, StepWork
 
-#: Points of its own that the common slopes weigh as much as.
+#: Weight of the common slopes, in points of a bucket.
 _PULL = 8.0
-#: How many times its fitted time a step must take to count as stalled by something else on the
-#: machine, and how often the fit is repeated without what exceeds that.
+#: A step counts as stalled by other work on the machine if it takes this many times its fitted
+#: time; rounds of the fit without the excess time.
 _STALL, _ROUNDS = 4.0, 6
-#: Factors kept of the scatter of measured / fitted.
+#: Most factors that are stored of the scatter of measured / fitted.
 _NOISE_POINTS = 200
 
 _COEFFICIENTS = ("fixed", "per_key", "per_longest", "per_prompt", "per_pair", "per_decode")
@@ -49,8 +49,8 @@ class Curve(msgspec.Struct, frozen=True):
 
     tokens: int
     seats: int
-    #: Seconds of the step itself, then of each: key that a decode row sees, key of the longest such
-    #: row, prompt row, pair of a prompt row and a key, decode row.
+    #: Seconds of the step itself; then seconds per key of the decode rows, key of the longest
+    #: decode row, prompt row, pair of a prompt row and a key, decode row.
     fixed: float
     per_key: float = 0.0
     per_longest: float = 0.0
@@ -75,8 +75,8 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class HostTimes(msgspec.Struct, frozen=True):
-    """Seconds the host needs for a step of r sequences: `before` its launch (plan, batch, launch)
-    and `after` its result is there (commit), each fixed + r * per_row."""
+    """Seconds of the host for a step of r sequences: `before` its launch (plan, batch, launch) and
+    `after` its result (commit), each fixed + r * per_row."""
 
     before: float = 0.0
     before_per_row: float = 0.0
@@ -85,7 +85,7 @@ class HostTimes(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, records: np.ndarray) -> HostTimes:
-        """The host's part of each step, fitted over how many sequences sat."""
+        """Fit the host's times of step records over the number of seated sequences."""
         rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
         launched = records["plan_s"] + records["batch_s"] + records["launch_s"]
         before = _nonnegative(rows, launched.astype(float))
@@ -93,12 +93,12 @@ class HostTimes(msgspec.Struct, frozen=True):
         return cls(*before.tolist(), *after.tolist())
 
 
-#: A host that takes no time.
+#: Host times of zero.
 _NO_HOST = HostTimes()
 
 
 class _FitError(msgspec.Struct, frozen=True):
-    """Distance of the curves from the steps they were fitted to: median of |fitted / measured -
+    """Error of the curves on the steps that they were fitted to: median of |fitted / measured -
     1|, and the ratio of the sums minus 1, over `points` steps."""
 
     points: int
@@ -107,11 +107,11 @@ class _FitError(msgspec.Struct, frozen=True):
 
 
 class StepTimes(Protocol):
-    """Anything that says how long a step takes."""
+    """A source of step times."""
 
     @property
     def source(self) -> str:
-        """One line that says where the numbers come from."""
+        """One line with the origin of the numbers."""
         ...
 
     @property
@@ -126,12 +126,12 @@ class StepTimes(Protocol):
         ...
 
     def draft_seconds(self, work: StepWork, drafts: int) -> float:
-        """Expected device seconds to make drafts behind the first, see `Roofline.draft_seconds`."""
+        """Expected device seconds for drafts after the first, see `Roofline.draft_seconds`."""
         ...
 
 
 class StepTable:
-    """Curves by bucket; `StepTimes`. source: where the numbers come from, one line."""
+    """`StepTimes` from fitted curves of buckets. source: one line with the numbers' origin."""
 
     def __init__(
         self,
@@ -145,14 +145,14 @@ class StepTable:
             raise ConfigError("a step table needs at least one measured bucket")
         self.curves, self.host, self.source = tuple(curves), host, source
         self.noise, self.errors = noise or {}, errors or {}
-        #: What was timed; "": not known.
+        #: Names of the timed model and device; empty if unknown.
         self.model = self.device = ""
         self._by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
 
     @property
     def padding_is_free(self) -> bool:
-        """Whether the measured steps with prompts took as long as they had rows, rather than as
-        long as their buckets have: see `Buckets`. Most of the seconds decide.
+        """Whether the time of measured steps with prompts depends on their rows rather than on
+        their buckets' rows (see `Buckets`), judged by the larger part of the seconds.
         """
         by_rows = by_bucket = 0.0
         for curve in self.curves:
@@ -169,7 +169,7 @@ class StepTable:
         return self._by_shape[shape].seconds(work)
 
     def draft_seconds(self, work: StepWork, drafts: int) -> float:
-        """None: what drafted is in the steps that were measured."""
+        """Always 0: measured steps include the time of drafting."""
         return 0.0
 
     @classmethod
@@ -180,7 +180,7 @@ class StepTable:
         source: str = "",
         noise: dict[str, list[float]] | None = None,
     ) -> StepTable:
-        """Fit measured steps. noise: None takes it from the residuals."""
+        """Fit measured steps. noise: None: computed from the residuals."""
         kinds: dict[str, list[_Point]] = {}
         for point in sorted(points, key=lambda each: not each.bucket.decode_only):
             kinds.setdefault(point.bucket.kind, []).append(point)
@@ -199,8 +199,8 @@ class StepTable:
         host: HostTimes,
         source: str,
     ) -> StepTable:
-        """Fit steps of which each was measured several times, in seconds: curves through the
-        medians, and the scatter around them.
+        """Fit steps that were each measured several times, in seconds: curves of the medians, and
+        the scatter around them.
         """
         ratios: dict[str, list[float]] = {}
         points = []
@@ -213,7 +213,7 @@ class StepTable:
 
     @classmethod
     def from_records(cls, records: np.ndarray, source: str = "step records") -> StepTable:
-        """Fit step records of a run (`records.STEP_DTYPE`); ConfigError without any."""
+        """Fit step records of a run (`records.STEP_DTYPE`). Raises ConfigError without any."""
         usable = records[(records["device_s"] > 0) & (records["compiled"] == 0)]
         if not len(usable):
             raise ConfigError(
@@ -248,12 +248,12 @@ class StepTable:
 
 class _Contents(msgspec.Struct):
     curves: list[Curve]
-    #: What was measured, in words.
+    #: One line with the origin of the numbers.
     source: str = ""
     host: HostTimes = _NO_HOST
-    #: By kind of step: `_noise_factors` of measured / fitted.
+    #: Kind of step -> `_noise_factors` of measured / fitted.
     noise: dict[str, list[float]] = {}
-    #: By kind of step.
+    #: Kind of step -> error of its curves.
     errors: dict[str, _FitError] = {}
 
 
@@ -261,13 +261,13 @@ class _TableFile(msgspec.Struct):
     """The part of a `jitney bench step` report that a simulation needs."""
 
     table: _Contents
-    #: What was timed; "": the report does not say.
+    #: Names of the timed model and device; empty if the report has none.
     model: str = ""
     device: str = ""
 
 
 def works_of(records: np.ndarray) -> Iterable[StepWork]:
-    """The work of each step; prompt rows are the ledger's prefill and recomputed."""
+    """The work of each step. Prompt rows are the ledger's prefill and recomputed rows."""
     prompt = np.where(records["mixed"] == 1, records["prefill"] + records["recomputed"], 0)
     decode = records["bucket_tokens"] - records["padding"] - prompt
     return map(
@@ -281,8 +281,9 @@ def works_of(records: np.ndarray) -> Iterable[StepWork]:
 
 
 def _fit_steadily(points: Sequence[_Point]) -> list[Curve]:
-    """Curves of one kind that a few stalled steps do not bend: time beyond STALL times a first fit
-    shapes no curve, and is spread over all of them, so that the sum of the steps stays as it was.
+    """Curves of one kind that are robust against a few stalled steps: time beyond STALL times the
+    fitted time does not shape a curve. It is spread over all curves, so that the sum of all steps
+    is preserved.
     """
     curves, measured = _fit_kind(points), np.array([point.seconds for point in points])
     for _ in range(_ROUNDS):
@@ -303,7 +304,7 @@ def _fit_steadily(points: Sequence[_Point]) -> list[Curve]:
 
 
 def _fitted_to(curves: Sequence[Curve], points: Sequence[_Point]) -> np.ndarray:
-    """The curves' seconds for the points, never quite 0."""
+    """The curves' seconds for the points, at least 1e-9."""
     by_shape = {(curve.tokens, curve.seats): curve for curve in curves}
     shapes = [(point.bucket.tokens, point.bucket.seats) for point in points]
     seconds = [
@@ -319,7 +320,7 @@ def _fit_kind(points: Sequence[_Point]) -> list[Curve]:
     which = which.reshape(-1)
     works = [point.work for point in points]
     slopes = np.array([(w.keys, w.longest, w.prompt, w.pairs, w.decode) for w in works], float)
-    # Columns that differ in no bucket cannot be told from the fixed part, which then has all.
+    # A column that is constant in every bucket is part of the fixed time instead.
     groups = [slopes[which == bucket] for bucket in range(len(buckets))]
     slopes[:, ~np.any([np.ptp(group, axis=0) > 0 for group in groups], axis=0)] = 0.0
     fixed = (which[:, None] == np.arange(len(buckets))).astype(float)
@@ -338,23 +339,23 @@ def _fit_kind(points: Sequence[_Point]) -> list[Curve]:
 def _nonnegative(
     design: np.ndarray, target: np.ndarray, prior: np.ndarray | None = None
 ) -> np.ndarray:
-    """Non-negative least squares (Lawson and Hanson) of design [n, k] @ x = target [n]; with a
-    prior, x is pulled to it as if PULL more rows had said so of each typical column value."""
+    """Non-negative least squares (Lawson and Hanson) of design [n, k] @ x = target [n]. With a
+    prior, x is pulled to it with the weight of PULL more rows with typical column values."""
     from scipy.optimize import nnls
 
-    # Columns differ by ten orders of magnitude (1 beside query-key pairs): scaled, they are alike
-    # to the solver.
+    # Columns differ by ten orders of magnitude (1 and query-key pairs), so they are scaled for the
+    # solver.
     scale = np.sqrt(np.mean(design**2, axis=0))
     scale[scale == 0] = 1.0
-    rows, wanted = design / scale, target
+    rows, targets = design / scale, target
     if prior is not None:
         rows = np.vstack((rows, np.sqrt(_PULL) * np.eye(design.shape[1])))
-        wanted = np.concatenate((target, np.sqrt(_PULL) * prior * scale))
-    return nnls(rows, wanted)[0] / scale
+        targets = np.concatenate((target, np.sqrt(_PULL) * prior * scale))
+    return nnls(rows, targets)[0] / scale
 
 
 def _residuals(table: StepTable, points: Sequence[_Point]) -> tuple[list[float], _FitError]:
-    """(factors of scatter, the error) over the points."""
+    """(factors of scatter, error) of the table over the points."""
     measured = np.array([point.seconds for point in points])
     fitted = _fitted_to(table.curves, points)
     error = _FitError(
@@ -369,7 +370,7 @@ def _noise_factors(ratios: np.ndarray) -> list[float]:
     """At most NOISE_POINTS equally likely factors, ascending, of mean 1: means of equal shares of
     the sorted ratios.
 
-    Means, not quantiles: a rare stall keeps its weight, no more and no less.
+    Means are used instead of quantiles, so that a rare stall has exactly its weight.
     """
     shares = np.array_split(np.sort(ratios), min(_NOISE_POINTS, len(ratios)))
     factors = np.array([share.mean() for share in shares])
@@ -377,8 +378,8 @@ def _noise_factors(ratios: np.ndarray) -> list[float]:
 
 
 def _between(curves: Sequence[Curve], bucket: Bucket) -> Curve:
-    """The curve of a bucket that was never measured, from those of its kind (from all if there are
-    none). Past the last measured bucket the fixed part grows on as between the last two.
+    """The curve of a bucket without measurements, from the buckets of its kind (from all if there
+    are none). Beyond the largest measured bucket, the fixed part grows as between the last two.
     """
     kin = [curve for curve in curves if curve.decode_only == bucket.decode_only] or list(curves)
     kin.sort(key=lambda curve: curve.tokens)

@@ -1,4 +1,4 @@
-"""Traffic to offer an engine: when requests come, and how long they are."""
+"""Synthetic traffic for an engine: arrival times and lengths of requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same length."""
+    """A constant length."""
 
     tokens: int
 
@@ -35,7 +35,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every length from `low` to `high` alike, both included."""
+    """Uniform lengths from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -46,7 +46,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal with this mean before the cut, rounded and cut to [low, high]."""
+    """Log-normal lengths, rounded and clipped to [low, high]. mean: before clipping."""
 
     mean: float
     sigma: float
@@ -61,7 +61,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class _Empirical:
-    """Drawn from observed lengths, with replacement."""
+    """Lengths that are drawn from observed ones with replacement."""
 
     observed: tuple[int, ...]
 
@@ -95,7 +95,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """`rate` a second with gamma-distributed gaps: shape 1 is Poisson, below 1 bursts."""
+    """`rate` arrivals a second with gamma-distributed gaps: shape 1 is Poisson, below 1 bursty."""
 
     rate: float
     shape: float
@@ -115,30 +115,30 @@ def synthesise(
     return list(map(Arrival, times, prompts, outputs))
 
 
-#: Turns that each of the conversations at a time gets at least, whatever the number of requests.
+#: Least turns of each simultaneous conversation, for any number of requests.
 _ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Conversations of several turns, whose prompts carry everything that was said before.
+    """Conversations of several turns, whose prompts contain all earlier messages and answers.
 
     A turn's prompt is the system prompt (`n_shared` tokens, the same for all), then the earlier
-    turns' messages and answers, then its own message. The answers in a prompt are made up: what a
-    prefix cache can find of an earlier turn is its prompt, not its answer.
+    turns' messages and answers, then its own message. The answers in a prompt are made up: a prefix
+    cache can only find the prompt of an earlier turn, not its answer.
     """
 
     n_shared: int
-    #: How many a conversation has.
+    #: Number of turns of a conversation.
     turns: Lengths
-    #: Most conversations that take turns with each other, so that a turn comes so many requests
-    #: after the one before it; fewer where few requests come, so that each gets ROUNDS turns.
+    #: Most simultaneous conversations; they take turns, so this many requests are between two turns
+    #: of one. There are fewer for few requests, so that each has ROUNDS turns.
     live: int
 
     def requests(
         self, count: int, messages: Lengths, answers: Lengths, pattern: _Pattern, seed: int
     ) -> list[Arrival]:
-        """`count` turns; messages and answers: lengths of one turn's."""
+        """`count` turns. messages, answers: lengths in one turn."""
         in_rng, out_rng, at_rng, turns_rng = _generators(seed, 4)
         times = pattern.times(at_rng, count).tolist()
         n_messages = messages.draw(in_rng, count).tolist()
@@ -163,9 +163,9 @@ class Conversations:
 @dataclass(slots=True)
 class _Talk:
     conversation: int = 0
-    #: Requests that it still makes.
+    #: Requests that it has not sent yet.
     turns_left: int = 0
-    #: Tokens that its next prompt begins with.
+    #: Tokens of earlier text at the start of its next prompt.
     n_said: int = 0
 
     def begin(self, conversation: int, turns: int, n_shared: int) -> None:
@@ -181,13 +181,13 @@ class _Talk:
 
 
 def _generators(seed: int, count: int) -> list[np.random.Generator]:
-    """Independent generators; the first ones are the same whatever the count."""
+    """Independent generators; the first ones are the same for any count."""
     return list(map(np.random.default_rng, np.random.SeedSequence(seed).spawn(count)))
 
 
 class _Workload(NamedTuple):
-    """Traffic with a name. prompt and output are written as `parse_lengths` reads them; where there
-    are conversations, they are the lengths of one turn's message and answer."""
+    """Traffic with a name. prompt, output: distributions in the form of `parse_lengths`; with
+    conversations, they are the lengths of one turn's message and answer."""
 
     prompt: str
     output: str
@@ -203,7 +203,7 @@ class _Workload(NamedTuple):
         prompt: Lengths | None = None,
         output: Lengths | None = None,
     ) -> list[Arrival]:
-        """`count` requests; prompt and output: lengths to take instead of its own."""
+        """`count` requests. prompt, output: lengths that replace its own."""
         n_in = prompt or parse_lengths(self.prompt, "--prompt")
         n_out = output or parse_lengths(self.output, "--output")
         if self.conversations is None:
@@ -246,14 +246,13 @@ class LengthSummary(msgspec.Struct, frozen=True):
     """Summary of lengths, in tokens. Percentiles interpolate linearly."""
 
     shortest: int
-    #: Share of those that are exactly the shortest: of a distribution that was cut, those at its
-    #: cut.
+    #: Share of lengths equal to the shortest: for a clipped distribution, those at the bound.
     at_shortest: float
     median: float
     mean: float
     p95: float
     longest: int
-    #: Likewise.
+    #: Share of lengths equal to the longest.
     at_longest: float
 
     @classmethod
@@ -286,10 +285,10 @@ def _share(which: np.ndarray) -> float:
 
 
 def parse_lengths(text: str, flag: str) -> Lengths:
-    """The distribution that a flag describes: "128", "50..800" (uniform),
-    "lognormal:mean=200,sigma=0.8" with min and max if wanted, or "trace:FILE" (that file's prompt
-    lengths if the flag's name speaks of prompts, else its output lengths). ConfigError names the
-    flag.
+    """The distribution in a flag's value: "128", "50..800" (uniform),
+    "lognormal:mean=200,sigma=0.8" with optional min and max, or "trace:FILE" (that file's prompt
+    lengths if the flag's name contains "prompt", else its output lengths). Raises ConfigError that
+    names the flag.
     """
     if text.startswith("trace:"):
         field = "n_prompt" if "prompt" in flag else "n_output"
