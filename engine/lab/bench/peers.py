@@ -226,9 +226,9 @@ def _check_answer(name: str, arrival: Arrival, answer: Answer) -> None:
     if not answer.served:
         raise JitneyError(f"{name}: a request ended with {answer.finish} {answer.detail}")
     counted = answer.n_prompt, answer.n_output
-    wanted = arrival.n_prompt, arrival.n_output
-    if counted != wanted:
-        tokens = f"{counted} prompt and output tokens where {wanted}"
+    expected = arrival.n_prompt, arrival.n_output
+    if counted != expected:
+        tokens = f"{counted} prompt and output tokens where {expected}"
         raise JitneyError(f"{name}: the engine counted {tokens} were asked for")
 
 

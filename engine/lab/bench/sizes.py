@@ -334,8 +334,8 @@ def _seconds_of(timed: Sequence[Timed], size: int) -> float:
 
 
 def _of_sizes(config: Config, seats: int, rows: int) -> Config:
-    """To be measured: with steps for prompts of all sizes, also those that are few rows for so
-    many seats; with no more seats than a given number of pages has room for.
+    """The configuration to measure: with steps for prompts of all sizes, even of few rows for many
+    seats; if `pages` is set, with at most as many seats as there are pages.
     """
     pages = config.engine.pages
     return _with(
@@ -353,8 +353,8 @@ def _with(config: Config, **sizes: SizeValue) -> Config:
 
 def _but_defaults(values: _Values) -> _Values:
     """The settings without those that equal the defaults."""
-    known = settings()
-    return {name: value for name, value in values.items() if value != known[name].field.default}
+    described = settings()
+    return {name: value for name, value in values.items() if value != described[name].field.default}
 
 
 async def time_apart(

@@ -239,12 +239,12 @@ def measure(
     core, info = llm.core, llm.info
     pool = core.scheduler.pool
     room = pool.capacity * pool.page_size // 2
-    wanted = _cases(core.scheduler.buckets, room, info.model.context_length)
-    if not wanted:
+    cases = _cases(core.scheduler.buckets, room, info.model.context_length)
+    if not cases:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
     host = _host_of(core, info.sizes.seats)
     runner: Any = core.runner
-    timings = _time_cases(runner, wanted, pool.page_size, repeats, seconds, watch)
+    timings = _time_cases(runner, cases, pool.page_size, repeats, seconds, watch)
     kernels = f"{info.kernels.label} kernels on {info.device.name}"
     source = f"bench step: {info.model.name} {info.formats.dtype}, {kernels}"
     measured = [(timing.case.bucket, timing.work, timing.seconds) for timing in timings]

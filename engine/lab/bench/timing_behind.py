@@ -38,11 +38,11 @@ class TimingBehind:
                 self._process.send_signal(signal.SIGSTOP if busy else signal.SIGCONT)
 
     async def time_steps(self, config: Config) -> SizeTimes:
-        """As `time_apart`, but of steps that are known none is timed again. Raises NoTimeLeft too,
-        once timing has taken 15 s.
+        """`time_apart`, without timing known steps again. Also raises NoTimeLeft, once timing has
+        taken 15 s in all.
         """
         engine = config.engine
-        # The settings that the time of a step depends on beside its size.
+        # The settings on which the time of a step depends, besides its size.
         made_by = f"{engine.threads} {engine.product_rows} {engine.kernels}"
         sizes = engine.max_seats, engine.token_budget, engine.seat_buckets, engine.token_buckets
         name = " ".join((made_by, *map(str, sizes)))

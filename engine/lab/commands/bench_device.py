@@ -1,6 +1,4 @@
-"""`jitney bench device`: what the accelerator at hand does, and how far that is from its own
-limits.
-"""
+"""`jitney bench device`: measures this machine's accelerator against its own limits."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from jitney.engine.lab.device.saved import ResultFiles
 from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.prompt_choices import PromptChoice
 
-#: Where a checkout keeps measurements.
+#: Folder of measurements in a checkout.
 _RESULTS = Path("docs/benchmarks")
 _KERNELS = settings()["kernels"].choices
 _SHAPES = (*(name for name in SHAPES if name.endswith("8b")), PartJob.TINY)
@@ -89,8 +87,8 @@ _COMMAND = Command(
 
 
 def bench_device(arguments: Sequence[str]) -> int:
-    """Measure, write both files after every row, print parts and goals; exit status 0, 1 if
-    something gave wrong answers.
+    """Measure, write both files after every row, print parts and goals; exit status 0, or 1 if an
+    answer was wrong.
     """
     args = _COMMAND.parse(arguments)
     folder = _folder("--out-dir", args.out_dir or _usual_folder())
@@ -111,7 +109,7 @@ def bench_device(arguments: Sequence[str]) -> int:
 
 
 def _plan_from(args: Arguments) -> DevicePlan:
-    """The plan that the flags ask for. ConfigError where the platform is not here."""
+    """The plan for the flags. Raises ConfigError if the platform is not on this machine."""
     platform, shape = args.platform, args.shape
     if args.rehearse:
         platform, shape = "cpu", PartJob.TINY
@@ -147,7 +145,7 @@ def _folder(flag: str, named: str | Path) -> Path:
 
 
 def _choice_line(choice: PromptChoice) -> str:
-    """The choice, as people read it."""
+    """The choice as a line of text."""
     times = ", ".join(f"{name} {1e3 * spent:.2f} ms" for name, spent in choice["seconds"].items())
     sizes = ", ".join(f"{rows:,}" for rows in choice["rows"])
     return (

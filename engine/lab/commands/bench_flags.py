@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jitney.engine.lab.simulation.engine_run import EngineRun
 
 
-#: What the requests are made of.
+#: Flags for the lengths of requests.
 _LENGTHS = (
     Flag.of(
         "--preset",
@@ -50,7 +50,7 @@ _LENGTHS = (
     Flag.of("--output", "output tokens, likewise [the preset's]", metavar="LENGTH"),
     Flag.number("--scale", "multiply all output lengths, for a quicker run", 1.0, least=0.001),
 )
-#: More about when they come.
+#: Further flags for arrival times.
 _TIMES = (
     Flag.number("--burst-shape", "gamma: below 1 comes in bursts", 1.0, least=0.001),
     Flag.of(
@@ -61,7 +61,7 @@ _TIMES = (
     ),
     Flag.whole("--seed", "of lengths and times", 0, least=0),
 )
-#: The service level and the price.
+#: Flags for the service level and the price.
 _LIMITS = (
     Flag.number(
         "--slo-ttft-ms",
@@ -77,26 +77,26 @@ _LIMITS = (
     ),
     Flag.number("--price-per-hour", "of the device, for the cost of tokens and rows", least=0),
 )
-#: When requests come, by what the command line calls it: made of a rate and a shape.
+#: Name of an arrival pattern -> function that makes it from a rate and a shape.
 _PATTERNS: dict[str, Callable[[float, float], Closed | Poisson | Gamma]] = {
     "closed": lambda rate, shape: Closed(),
     "poisson": lambda rate, shape: Poisson(rate),
     "gamma": Gamma,
 }
-#: Of every command that makes a report.
+#: Flag of every command with a report.
 JSON = Flag.output("--json", "write all figures to a file; - is standard output")
 _HTML = Flag.output("--html", "write one page with charts that needs no network")
 
 
 class TrafficArguments(Arguments):
-    """The parsed flags of a command that has those of `traffic_flags`."""
+    """The parsed flags of a command with `traffic_flags`."""
 
     @staticmethod
     def traffic_flags(requests: int | None, arrivals: str, shown: str = "") -> FlagGroup:
-        """The flags that say what traffic comes.
+        """The flags for the traffic.
 
-        requests, arrivals: the command's own defaults. shown: how many requests come, in words,
-        where that is not one number.
+        requests, arrivals: the command's own defaults. shown: text for the default number of
+        requests if that is not one number.
         """
         text = f"how many requests come [{shown or requests}]"
         how_many = Flag.whole("--requests", text, least=1)
@@ -106,34 +106,34 @@ class TrafficArguments(Arguments):
 
     @staticmethod
     def report_flags(*, page: bool = True) -> FlagGroup:
-        """The flags that say what is made of the measurement. page: whether there is one."""
+        """The flags for the output of a measurement. page: whether there is a page."""
         files = (JSON, _HTML) if page else (JSON,)
         return FlagGroup((*_LIMITS, *files), "report")
 
     @property
     def is_closed(self) -> bool:
-        """True where a request comes when another one ends."""
+        """Whether the traffic is a closed loop."""
         return not self.trace and self.arrivals == "closed"
 
     @property
     def is_drawn(self) -> bool:
-        """True where requests come at times that are drawn for a rate."""
+        """Whether arrival times are drawn for a rate."""
         return not self.trace and self.arrivals != "closed"
 
     def check_concurrency(self) -> None:
-        """Raise ConfigError for a number of open requests where they come at their own times."""
+        """Raise ConfigError for a number of open requests in an open loop."""
         if self.concurrency and not self.is_closed:
             raise ConfigError(
                 "--concurrency is for --arrivals closed: other arrivals come at their own times"
             )
 
     def check_seats(self) -> None:
-        """Raise ConfigError for seats that are given twice."""
+        """Raise ConfigError if seats are given twice."""
         if self.seats is not None and "max_seats" in vars(self):
             raise ConfigError("--seats and --max-seats are the same setting: give one")
 
     def draw(self, rate: float) -> list[Arrival]:
-        """The requests that the flags describe; rate: requests a second, 0 where none is needed."""
+        """Draw the requests for the flags. rate: requests a second, 0 if none is needed."""
         arrivals = _recorded(self.trace, rate) if self.trace else self._made_up(rate)
         return [
             msgspec.structs.replace(each, n_output=max(1, round(self.scale * each.n_output)))
@@ -152,7 +152,7 @@ class TrafficArguments(Arguments):
         return parse_lengths(text, self.flag_of(name)) if text else None
 
     def describe(self, arrivals: list[Arrival], rate: float) -> JsonDict:
-        """The traffic for the report: what was asked for, and what it came to."""
+        """The traffic for the report: the flags, and the resulting lengths and times."""
         conversations = {arrival.conversation for arrival in arrivals}
         return {
             **_size_of(arrivals),
@@ -166,13 +166,13 @@ class TrafficArguments(Arguments):
         }
 
     def figures_of(self, run: LoadResult | EngineRun, *, closed: bool) -> JsonDict:
-        """The figures of a run, and how its queue grew; None in a closed loop."""
+        """The figures of a run, and the growth of its queue (None in a closed loop)."""
         backlog = None if closed else msgspec.to_builtins(QueueGrowth.of(run.requests))
         return run.figures(**self.figure_options()) | {"backlog": backlog}
 
     def deliver(self, report: JsonObject, page: Callable[[bool], Page]) -> None:
-        """Write the files that the flags name and print the report, unless JSON goes to standard
-        output. page: makes the report for people, with or without charts.
+        """Write the files in the flags, and print the report unless JSON goes to standard output.
+        page: makes the page for people, with or without charts.
         """
         if self.html:
             page(True).write(self.html)
@@ -180,11 +180,11 @@ class TrafficArguments(Arguments):
             page(False).print()
 
     def _source(self) -> dict[str, str | None]:
-        """The flags of the traffic; the preset is "custom" where lengths were given."""
+        """The flags of the traffic; the preset is "custom" if lengths are given."""
         if self.trace:
             return _OF_A_TRACE
         workload = WORKLOADS[self.preset]
-        asked = {
+        flags = {
             "preset": self.preset,
             "about": workload.about,
             "prompt": self.prompt or workload.prompt,
@@ -192,8 +192,8 @@ class TrafficArguments(Arguments):
             "arrivals": self.arrivals,
         }
         if self.prompt or self.output:
-            return asked | {"preset": "custom", "about": None}
-        return asked
+            return flags | {"preset": "custom", "about": None}
+        return flags
 
 
 _OF_A_TRACE = dict.fromkeys(("preset", "about", "prompt", "output")) | {"arrivals": "trace"}
@@ -214,8 +214,8 @@ def _at_rate(arrivals: list[Arrival], rate: float) -> list[Arrival]:
 
 
 def _repeated_tokens(arrivals: list[Arrival]) -> int:
-    """Prompt tokens that an earlier request's prompt began with already, by the conversations: what
-    a prefix cache of single tokens and endless memory would find."""
+    """Prompt tokens that repeat an earlier prompt of the conversation: the hits of a prefix cache
+    with pages of one token and unlimited memory."""
     longest: dict[int, int] = {}
     total = 0
     for arrival in arrivals:
@@ -259,7 +259,7 @@ def traffic_line(traffic: JsonObject) -> str:
 
 @contextmanager
 def progress() -> Iterator[NamedWatch]:
-    """A progress bar per name on standard error, where a person watches it."""
+    """A progress bar per name on standard error, if that is a terminal."""
     with _bars() as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -1,4 +1,4 @@
-"""`jitney bench peers`: this engine and others on this machine, driven by one client over HTTP."""
+"""`jitney bench peers`: compares this engine with others on this machine, with one HTTP client."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _COMMAND = Command(
 
 
 def bench_peers(arguments: Sequence[str]) -> int:
-    """Measure the engines in turn and print the table; exit status 0, 1 if an engine failed."""
+    """Measure the engines in turn and print the table; exit status 0, or 1 if an engine failed."""
     args = _COMMAND.parse(arguments)
     report = _measured(args)
     _deliver(args, report)
@@ -67,7 +67,7 @@ def bench_peers(arguments: Sequence[str]) -> int:
 
 
 def _measured(args: Arguments) -> JsonDict:
-    """All figures; they are written down after every measurement."""
+    """Measure all figures; the report is written after every measurement."""
     from jitney.engine.core import ModelSource, Tokenizer
 
     streams = args.numbers_of("streams", int)
@@ -87,7 +87,7 @@ def _save(args: Arguments, report: JsonObject) -> None:
 
 
 def _peers_from(args: Arguments, folder: Path) -> list[Peer]:
-    """The engines to measure; one line for each that is not here. folder: for what they need."""
+    """The engines to measure; prints a line for each missing one. folder: for their files."""
     names = args.names_of("engines", _ENGINES)
     peers = list(filter(None, [_peer(args, name, folder) for name in names]))
     if not peers:

@@ -1,8 +1,7 @@
-"""`jitney bench policies`: static, dynamic and continuous batching on the same requests, one after
-another, in this process: the same weights, the same compiled programs, the same prompts.
+"""`jitney bench policies`: runs static, dynamic and continuous batching on the same requests, one
+after another, in this process, with the same weights, compiled programs and prompts.
 
-Without further flags it takes the three cases of `bench.compare` in turn; flags that say what
-traffic comes make it one.
+By default it runs the three cases of `bench.compare`; with flags for the traffic it runs one case.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ if TYPE_CHECKING:
     from jitney.dashboard import Page, PageSection
     from jitney.engine.common.engine_info import EngineInfo
 
-#: A little more than can be served, so that there is always a queue.
+#: Load slightly above the capacity, so that there is always a queue.
 _DEFAULT_LOAD = 1.15
 _POLICIES = ("static", "dynamic", "continuous")
-#: Requests of the one case that flags describe.
+#: Default requests of the case in the flags.
 _DEFAULT_REQUESTS = 256
-#: Requests of each point of the curve: enough that 1 % of them are more than a few.
+#: Requests of each point of the curve: enough for a p99.
 _CURVE_REQUESTS = 1024
-#: The case that flags describe.
+#: Name of the case in the flags.
 _GIVEN = "given"
-#: By the case's name.
+#: Name of the case -> its runs.
 _CaseRuns = Mapping[str, PolicyRuns]
-#: Flags that say what traffic comes.
+#: Names of the flags for the traffic.
 _TRAFFIC_FLAGS = (
     "trace",
     "rate",
@@ -127,25 +126,25 @@ _COMMAND = Command(
 
 @dataclass(slots=True)
 class _Traffic:
-    #: The parsed arguments, as if this case had been asked for alone.
+    #: The parsed arguments as if only this case were requested.
     args: TrafficArguments
-    #: At one request a second if requests come at times that are drawn.
+    #: Arrivals, at one request a second if their times are drawn.
     arrivals: list[Arrival]
-    #: The same with their prompts.
+    #: The arrivals with their prompts.
     requests: list[PromptedArrival]
-    #: In words.
+    #: Description of the case.
     what: str
-    #: The policy that the load is a share of, "" if it is not.
+    #: The policy whose capacity the load is relative to; "" for none.
     of: str
     load: float
-    #: Requests a second; 0: they have none.
+    #: Requests a second; 0: no rate.
     rate: float
 
     @classmethod
     def of_flags(
         cls, bench: OfflineBench, args: TrafficArguments, case: TrafficCase | None
     ) -> _Traffic:
-        """The requests of a case, with their texts; case None: as the flags say."""
+        """The requests of a case with their texts. case: None: the case in the flags."""
         rate = args.rate or 0.0
         arrivals = args.draw(rate=1.0 if args.is_drawn else rate)
         requests = bench.requests(arrivals, args.seed)
@@ -155,7 +154,7 @@ class _Traffic:
         return cls(args, arrivals, requests, "as the flags say", of, args.load, rate)
 
     def paced(self, rate: float) -> list[PromptedArrival]:
-        """The requests at so many a second; those of a trace or a closed loop as they are."""
+        """The requests at `rate` a second; unchanged for a trace or a closed loop."""
         if not self.args.is_drawn:
             return self.requests
         pairs = zip(at_rate(self.arrivals, rate), self.requests, strict=True)
@@ -164,8 +163,8 @@ class _Traffic:
     def set_rate(
         self, bench: OfflineBench, table: StepTable, measured: float, lengths: str | None
     ) -> None:
-        """Give an open case its rate. measured: what continuous batching was measured to serve of
-        outputs of these lengths; of other lengths and policies the simulator says it.
+        """Set the rate of an open-loop case. measured: measured capacity of continuous batching for
+        these output lengths; the simulator computes it for other lengths and policies.
         """
         if not self.of:
             return
@@ -179,12 +178,12 @@ class _Traffic:
 @dataclass(slots=True)
 class _Comparison:
     bench: OfflineBench
-    #: By the case's name.
+    #: Name of the case -> its traffic.
     traffics: dict[str, _Traffic]
     policies: list[str]
-    #: Loads whose waits are measured too, besides simulating the curve.
+    #: Loads at which the waits of the simulated curve are also measured.
     loads: list[float]
-    #: For how long static batching waits for a full batch, ms; 0: for ever.
+    #: Time for which static batching waits for a full batch, ms; 0: for ever.
     static_timeout_ms: float
     watch: NamedWatch
 
@@ -199,10 +198,10 @@ class _Comparison:
         return runs, [self._measure_load(load, rate) for load in self.loads]
 
     def _pace(self) -> float:
-        """Give each open case its rate and say how long all will take.
+        """Set the rate of each open-loop case, and print the expected time of all cases.
 
-        Returns the requests a second that continuous batching was measured to serve of the first
-        case's lengths, 0 where no case has a rate to find.
+        Returns the measured requests a second of continuous batching for the first case's lengths;
+        0 if no case needs a rate.
         """
         traffics = self.traffics.values()
         if not any(traffic.args.is_drawn for traffic in traffics):
@@ -230,7 +229,7 @@ class _Comparison:
     def _run(
         self, requests: list[PromptedArrival], prefix: str, concurrency: int = 0
     ) -> dict[str, EngineRun]:
-        """prefix: of the policies' names on the progress bar."""
+        """Run the policies. prefix: put before their names on the progress bar."""
         return self.bench.run_policies(
             requests,
             self.policies,
@@ -240,7 +239,7 @@ class _Comparison:
         )
 
     def _measure_load(self, load: float, rate: float) -> JsonDict:
-        """A point of `load_curve`, measured on the first case, without shares of capacity."""
+        """Measure a point of `load_curve` on the first case, without shares of capacity."""
         first = next(iter(self.traffics.values()))
         runs = self._run(first.paced(load * rate), f"load {load:g}, ")
         waits = {policy: waits_of(run.figures(), None) for policy, run in runs.items()}
@@ -260,7 +259,7 @@ def bench_policies(arguments: Sequence[str]) -> int:
     bench = OfflineBench(llm.core, llm.tokenizer.encode)
     traffics = {name: _Traffic.of_flags(bench, *flags) for name, flags in cases.items()}
     with progress() as watch:
-        # For ever, 0, unless the flags say otherwise.
+        # By default 0: static batching waits for ever.
         is_given = "static_timeout_ms" in vars(args)
         timeout_ms = config.engine.static_timeout_ms if is_given else 0.0
         comparison = _Comparison(bench, traffics, policies, loads, timeout_ms, watch)
@@ -275,7 +274,7 @@ def bench_policies(arguments: Sequence[str]) -> int:
 
 
 def _check(args: TrafficArguments, cases: _Cases) -> None:
-    """Bad flags are reported before the model loads."""
+    """Report invalid flags before the model is loaded."""
     for flags, _ in cases.values():
         if flags.measure_loads and not flags.is_drawn:
             raise ConfigError(
@@ -284,7 +283,7 @@ def _check(args: TrafficArguments, cases: _Cases) -> None:
         flags.draw(rate=flags.rate or 1.0)
 
 
-#: By name: the flags that describe the case, and None for the one that the given flags describe.
+#: Name of the case -> (its flags, its definition; None for the case in the flags).
 _Cases = dict[str, tuple[TrafficArguments, TrafficCase | None]]
 
 
@@ -351,7 +350,7 @@ def _case_report(args: TrafficArguments, traffic: _Traffic, runs: PolicyRuns) ->
 
 
 def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]:
-    """The load over the simulated capacity of each policy; empty without a rate."""
+    """The load divided by the simulated capacity of each policy; empty without a rate."""
     shares: dict[str, float] = {}
     for name, run in runs.items() if traffic.rate else ():
         table = StepTable.from_records(run.records)
@@ -360,7 +359,7 @@ def _shares_of_capacity(traffic: _Traffic, runs: PolicyRuns) -> dict[str, float]
 
 
 def _curve(traffic: _Traffic, runs: PolicyRuns) -> list[JsonDict]:
-    """Waits over the load, simulated with the steps of all runs together; empty without a rate."""
+    """Waits over the load, simulated with the step times of all runs; empty without a rate."""
     if not traffic.args.is_drawn:
         return []
     arrivals = traffic.args.changed(requests=_CURVE_REQUESTS).draw(rate=1.0)
@@ -383,7 +382,7 @@ def _write_runs(args: TrafficArguments, runs: _CaseRuns) -> None:
 
 
 def _page(args: TrafficArguments, report: JsonObject, runs: _CaseRuns, charts: bool) -> Page:
-    """The report for people: figures, errors of prediction and ledger of each case; the curve."""
+    """The page for people: figures, prediction errors and ledger of each case; the curve."""
     from jitney.dashboard import Page
 
     engine = "{model} in {dtype} on {device} ({platform}), {seats} seats"
@@ -451,7 +450,9 @@ _CURVE_NOTE = (
 
 
 def _case_lines(case: JsonObject) -> Iterator[str]:
-    """The traffic, whether the answers agree, and whose queue grew for the whole run."""
+    """Lines about a case: its traffic, whether answers agree, and policies whose queue grew for the
+    whole run.
+    """
     yield case["what"]
     unlike = case["differences"]
     if unlike:

@@ -24,15 +24,15 @@ from jitney.engine.lab.simulation.recordings import write_recording
 if TYPE_CHECKING:
     from jitney.dashboard import Page
 
-#: Where an API key may stand; a flag would show it to other users of the machine.
+#: Environment variables for an API key; other users of the machine could see a flag.
 _KEY_VARIABLES = ("JITNEY_BENCH_KEY", "OPENAI_API_KEY")
-#: A request fell short of its length if it got less than this share of it.
+#: A request counts as too short if it got less than this share of its length.
 _NEARLY_ALL = 0.98
 _LEDGER_NOTE = (
     "The server's own account of the rows it computed during the run; the time of its "
     "steps is split evenly over them."
 )
-#: With fewer requests one of them decides the 99th percentile.
+#: Least requests for a p99; with fewer, it depends on a single request.
 ENOUGH_FOR_P99 = 100
 
 
@@ -74,7 +74,7 @@ _LOAD = (
 _TRACE_TO = Flag.output(
     "--trace-to", "write what was sent and measured, for jitney simulate --trace"
 )
-#: How requests are sent.
+#: Flags for the form of requests.
 _REQUESTS = (
     Flag.switch("--chat", "use chat completions instead of text completions"),
     Flag.of(
@@ -93,16 +93,16 @@ class EndpointArguments(TrafficArguments):
 
     @staticmethod
     def endpoint_flags(*, model: bool = True) -> FlagGroup:
-        """The flags that say where requests go.
+        """The flags for the endpoint.
 
-        model: whether they say which model, and must be given; where requests may go elsewhere too,
-        a model has its flag already.
+        model: whether they include the model's flag and are required; a command with other targets
+        has its own flag for the model.
         """
         where = Flag.of("--url", "the endpoint, with or without /v1", metavar="URL", required=model)
         return FlagGroup((where, *[_MODEL] * model, *_REQUESTS), "endpoint")
 
     def endpoint(self) -> RemoteEndpoint:
-        """The endpoint that the flags and the environment describe."""
+        """The endpoint for the flags and the environment."""
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {self.url}: must begin with http:// or https://")
         model = getattr(self, "model", "")

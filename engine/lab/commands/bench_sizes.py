@@ -1,4 +1,4 @@
-"""`jitney bench sizes`: times steps of growing sizes, and says what `jitney serve` chooses."""
+"""`jitney bench sizes`: times steps of growing sizes, and prints the sizes for `jitney serve`."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ _COMMAND = Command(
 
 
 def bench_sizes(arguments: Sequence[str]) -> int:
-    """Measure, print, and keep what was chosen if that is asked for; exit status 0."""
+    """Measure, print, and store the chosen sizes if requested; exit status 0."""
     from jitney.engine.lab.bench.sizes import sizes_here
 
     args = _COMMAND.parse(arguments)
     resolved = args.load_layers()
     _check(resolved)
     config = resolved.config
-    found = asyncio.run(sizes_here(config))
+    measured = asyncio.run(sizes_here(config))
     sizes = ServerSizes(resolved)
-    chosen = TunedSizes(found.values, date.today().isoformat())
+    chosen = TunedSizes(measured.values, date.today().isoformat())
     if args.keep:
         reason = sizes.keep(chosen)
         if reason:
             raise ConfigError(f"the sizes cannot be kept: {reason}")
-    report = {"machine": sizes.machine, "model": config.model.id, **msgspec.to_builtins(found)}
+    report = {"machine": sizes.machine, "model": config.model.id, **msgspec.to_builtins(measured)}
     if args.write_report(report):
-        _show(report, found.times, chosen)
+        _show(report, measured.times, chosen)
     return 0
 
 
 def _check(resolved: ResolvedConfig) -> None:
-    """Raises ConfigError where nothing can be chosen."""
+    """Raise ConfigError if no size can be chosen."""
     engine = resolved.config.engine
     check_platform(engine.platform)
     if runs_on_device(engine.platform):

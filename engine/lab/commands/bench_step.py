@@ -1,4 +1,4 @@
-"""`jitney bench step`: times a step by rows, seats and context, beside its floor."""
+"""`jitney bench step`: times a step by rows, seats and context, and compares it with its floor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLAGS = (
     Flag.switch("--parts", "the share of each kernel in a step, too (native kernels)"),
     JSON,
 )
-#: The kernels' part that reads the pages of decoding rows.
+#: Name of the kernels' part that reads the pages of decoding rows.
 _DECODING = "attention of decoding rows"
 _COMMAND = Command(
     "bench step",
@@ -50,7 +50,7 @@ def _measured(args: Arguments, config: Config) -> JsonDict:
 
 
 def _show(report: JsonObject) -> None:
-    """One row a case, times in ms."""
+    """Print one row per case, times in ms."""
     from jitney.dashboard import Table, print_lines
 
     heads = ["bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"]
@@ -62,7 +62,7 @@ def _show(report: JsonObject) -> None:
 
 
 def _show_parts(report: JsonObject) -> None:
-    """One row a step, the parts as shares of it; those that took no time are left out."""
+    """Print one row per step, with its parts as shares; parts without time are left out."""
     from jitney.dashboard import Table, print_lines
 
     if not report["parts"]:
@@ -91,7 +91,7 @@ def _part_cells(row: JsonObject, parts: list[str]) -> list[str]:
     ]
 
 
-#: Heads of the columns, by the kernels' own names of their parts.
+#: Name of a part in the kernels -> head of its column.
 _PARTS = {
     "products": "products",
     "head": "head",

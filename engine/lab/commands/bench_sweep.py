@@ -1,4 +1,4 @@
-"""`jitney bench sweep`: the same traffic at growing concurrency, rate or load."""
+"""`jitney bench sweep`: measures the same traffic at growing concurrency, rate or load."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from jitney.engine.lab.bench.sweep import Target
 
 _DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
-#: Requests at a point unless told otherwise: enough for a p99 where requests come at times of their
-#: own.
+#: Default requests of a point in a closed loop and in an open loop, where they suffice for a p99.
 _CLOSED_REQUESTS, _OPEN_REQUESTS = 32, 128
 _REQUESTS_HELP = (
     f"{_CLOSED_REQUESTS} and four for each open one; with --rates and --loads {_OPEN_REQUESTS}"
@@ -81,7 +80,7 @@ _UNITS = {
     "rate": "requests a second",
     "load": "share of what continuous batching can serve",
 }
-#: Columns of the table, by a run's figures.
+#: Head of a column -> name of a run's figure.
 _COLUMNS = {
     "output tok/s": "output_tok_s",
     "req/s": "req_s",
@@ -93,7 +92,7 @@ _COLUMNS = {
     "TTFT p99.9": "ttft_p999_s",
     "ITL p99.9": "itl_p999_s",
 }
-#: Settings that an endpoint has already.
+#: Settings that belong to a server, so they are refused for an endpoint.
 _OF_A_SERVER = ("max_seats", "policy", "order")
 
 
@@ -105,7 +104,7 @@ def bench_sweep(arguments: Sequence[str]) -> int:
     _check(args)
     axis, values = _axis_from(args)
     arrivals_at = partial(_arrivals_at, args, axis)
-    arrivals_at(values[0])  # bad flags are reported before anything is loaded
+    arrivals_at(values[0])  # reports invalid flags before the model is loaded
     figures_of = partial(args.figures_of, closed=axis == "concurrency")
     with _opened(args, axis, values) as target, progress() as watch:
         capacity, points = sweep(target, axis, values, arrivals_at, figures_of, watch)
@@ -128,23 +127,23 @@ def bench_sweep(arguments: Sequence[str]) -> int:
 
 
 def _check(args: TrafficArguments) -> None:
-    """Raise ConfigError for flags that no axis could go with."""
+    """Raise ConfigError for flags that do not fit the axis."""
     if args.trace:
         raise ConfigError("a trace has its own times: --trace cannot be swept")
     if args.capacity_streams and not (args.loads and args.url):
         raise ConfigError("--capacity-streams is for --loads with --url")
 
 
-#: The flag that gives an axis' values -> the axis.
+#: Flag with an axis' values -> the axis.
 _AXES = {"concurrencies": "concurrency", "rates": "rate", "loads": "load"}
 
 
 def _axis_from(args: TrafficArguments) -> tuple[str, list[float]]:
     """The axis, and its values, ascending."""
-    given = [name for name in _AXES if getattr(args, name)] or ["concurrencies"]
-    if len(given) > 1:
-        raise ConfigError(f"give --{given[0]} or --{given[1]}, not both")
-    (name,) = given
+    flag_names = [name for name in _AXES if getattr(args, name)] or ["concurrencies"]
+    if len(flag_names) > 1:
+        raise ConfigError(f"give --{flag_names[0]} or --{flag_names[1]}, not both")
+    (name,) = flag_names
     if name != "concurrencies" and args.arrivals == "closed":
         raise ConfigError(f"--{name} needs --arrivals poisson or gamma")
     kind = int if name == "concurrencies" else float
@@ -152,8 +151,8 @@ def _axis_from(args: TrafficArguments) -> tuple[str, list[float]]:
 
 
 def _arrivals_at(args: TrafficArguments, axis: str, value: float) -> list[Arrival]:
-    """The requests of one point, where `value` requests are open or come a second: the same lengths
-    at every point, more of them at a high concurrency.
+    """The requests of one point, with `value` open requests or requests a second. Lengths are the
+    same at every point; a high concurrency has more requests.
     """
     return _args_at(args, axis, value).draw(_rate_at(axis, value))
 
@@ -172,7 +171,7 @@ def _args_at(args: TrafficArguments, axis: str, value: float) -> TrafficArgument
 
 @contextmanager
 def _opened(args: EndpointArguments, axis: str, values: Sequence[float]) -> Iterator[Target]:
-    """The target; an engine here has as many seats as the highest concurrency by default."""
+    """The target. By default, an engine here has as many seats as the highest concurrency."""
     from jitney.engine.core import load_llm
     from jitney.engine.lab.bench.sweep import EndpointTarget, EngineTarget
 
@@ -222,7 +221,7 @@ def _summary(report: JsonObject) -> Iterator[str]:
 
 
 def _engine_line(report: JsonObject) -> str:
-    """The engine's device; beside it, for an endpoint, this client's machine."""
+    """The engine's device, and for an endpoint also this client's machine."""
     about = dict(report["engine"])
     policy = about.pop("policy", None)
     if policy is not None:
@@ -258,7 +257,7 @@ def _cells(axis: str, point: JsonObject) -> dict[str, str]:
     return cells
 
 
-#: What charts call the figures of a point.
+#: Figure of a point -> title of its axis.
 _AXIS_TITLES = {
     **_UNITS,
     "output_tok_s": "output tokens/s",

@@ -1,4 +1,4 @@
-"""`jitney cascade tune`: the threshold of a cascade, from requests that both models answer."""
+"""`jitney cascade tune`: finds a cascade's threshold, from requests that both models answer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from jitney.dashboard import Table
 
 _SMALL, _LARGE = "small", "large"
-#: Where API keys may stand; a flag would show them to other users of the machine.
+#: Environment variables for API keys; other users of the machine could see flags.
 _KEYS = {_SMALL: "JITNEY_SMALL_KEY", _LARGE: "JITNEY_LARGE_KEY"}
 _ANY_KEY = "OPENAI_API_KEY"
-#: Thresholds that a table shows.
+#: Most thresholds in a table.
 _SHOWN = 12
-#: Measures to try: the whole answer, and windows of it.
+#: Measures to try: over the whole answer, and over windows of tokens.
 _MEASURES = (Measure("mean"), *(Measure("least", window) for window in (1, 2, 4, 8, 16, 32)))
 _UNITS: dict[Cost, str] = {"price": "the prices given", "seconds": "seconds", "tokens": "tokens"}
 
@@ -96,7 +96,7 @@ _COMMAND = Command(
 
 
 def cascade_tune(arguments: Sequence[str]) -> int:
-    """Exit status 1 if no threshold agrees as often as wanted."""
+    """Find and print the threshold; exit status 1 if none reaches the requested agreement."""
     args = _COMMAND.parse(arguments)
     _check(args)
     by = _cost_of(args)
@@ -106,7 +106,7 @@ def cascade_tune(arguments: Sequence[str]) -> int:
     if not pairs:
         raise JitneyError(f"no request was answered by both models: {refusals[0]}")
     tried = [Thresholds.of(pairs, measure, by) for measure in measures]
-    # Of equals the first.
+    # Of equal ones, the first.
     best = min(tried, key=lambda each: each.cost_share(args.agreement))
     chosen = best.cheapest(args.agreement)
     tuned = _Tuned(by, args.agreement, pairs, refusals, tried, best, chosen)
@@ -121,10 +121,10 @@ class _Tuned:
     wanted: float
     pairs: list[Pair]
     refusals: list[str]
-    #: By measure.
+    #: Thresholds of each measure.
     tried: list[Thresholds]
     best: Thresholds
-    #: None: no threshold agrees as often as wanted.
+    #: The chosen threshold; None if none reaches the requested agreement.
     chosen: Threshold | None
 
 
@@ -160,7 +160,7 @@ def _fields_from(args: Arguments) -> JsonDict:
 
 
 def _address_from(flag: str, text: str) -> EngineAddress:
-    """From http://HOST:PORT/MODEL, with or without /v1. Raises ConfigError."""
+    """Parse http://HOST:PORT/MODEL, with or without /v1. Raises ConfigError."""
 
     parts = urlsplit(text)
     model = parts.path.removeprefix("/v1/").strip("/")

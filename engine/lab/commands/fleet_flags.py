@@ -1,4 +1,4 @@
-"""Flags of the commands that plan or simulate a fleet: traffic, replicas, and how they fail."""
+"""Flags of the commands that plan or simulate a fleet: traffic, replicas, and failures."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jitney.engine.lab.simulation.workload import parse_lengths
 
 _HOUR_S = 3600.0
 _START_S = FleetAssumptions().start_s
-#: Of the accelerators that a word of --devices names: "h100", "4xv5e", "l4:int8".
+#: Form of a word of --devices: "h100", "4xv5e", "l4:int8".
 _DEVICE = re.compile(r"(?:(?P<count>[1-9]\d{0,3})x)?(?P<name>[a-z0-9-]+)(?::(?P<weights>\w+))?")
 _PROMPT = "lognormal:mean=512,sigma=0.8,min=16,max=8000"
 _OUTPUT = "lognormal:mean=256,sigma=0.8,min=8,max=2000"
 
 
 class FleetArguments(Arguments):
-    """The parsed flags of a command that has `TRAFFIC` and `RUNNING`, and names a replica."""
+    """The parsed flags of a command with `TRAFFIC` and `RUNNING`, and with a kind of replica."""
 
-    #: What comes.
+    #: Flags for the traffic.
     TRAFFIC: ClassVar = (
         Flag.of(
             "--rates",
@@ -45,7 +45,7 @@ class FleetArguments(Arguments):
         Flag.of("--output", f"output tokens, likewise [{_OUTPUT}]"),
         Flag.whole("--seed", "of times, lengths and failures", 0, least=0),
     )
-    #: How replicas are chosen, and how often they are lost.
+    #: Flags for the router and for failures.
     RUNNING: ClassVar = (
         Flag.of(
             "--router",
@@ -62,17 +62,17 @@ class FleetArguments(Arguments):
     )
 
     def check_running(self) -> None:
-        """Raises ConfigError for flags of `TRAFFIC` and `RUNNING` that contradict each other."""
+        """Raise ConfigError for flags of `TRAFFIC` and `RUNNING` that contradict each other."""
         if bool(self.rates) == bool(self.trace):
             raise ConfigError("say what comes: exactly one of --rates and --trace")
         if self.trace and (self.prompt or self.output):
             raise ConfigError("--prompt and --output are for --rates: a trace has its own lengths")
 
     def kind_of(self, word: str, prices: Mapping[str, float]) -> ReplicaKind:
-        """The replica of a word of --devices. prices: of a chip an hour. Raises ConfigError."""
-        found = _DEVICE.fullmatch(word.lower())
-        weights = (found and found["weights"]) or "bf16"
-        if found is None or weights not in WEIGHT_FORMATS:
+        """The kind of replica of a word of --devices. prices: per chip-hour. Raises ConfigError."""
+        match = _DEVICE.fullmatch(word.lower())
+        weights = (match and match["weights"]) or "bf16"
+        if match is None or weights not in WEIGHT_FORMATS:
             raise ConfigError(
                 f"--devices: {word!r} is none; write h100, 4xv5e or l4:int8, with one of "
                 f"{', '.join(WEIGHT_FORMATS)} as the format of the weights"
@@ -81,16 +81,16 @@ class FleetArguments(Arguments):
         assumed = Assumptions(*reached, self.overhead_ms / 1e3)
         roofline = Roofline.named(
             self.model,
-            found["name"],
+            match["name"],
             weights=weights,
             kv=self.kv,
-            count=int(found["count"] or 1),
+            count=int(match["count"] or 1),
             assumed=assumed,
         )
         return ReplicaKind(word, roofline, prices.get(roofline.device.name))
 
     def traffic(self) -> Day | Recorded:
-        """The traffic that the flags describe. Raises ConfigError."""
+        """The traffic for the flags. Raises ConfigError."""
         if self.trace:
             return Recorded(Arrival.read_all(self.trace))
         prompt = parse_lengths(self.prompt or _PROMPT, "--prompt")
@@ -98,7 +98,7 @@ class FleetArguments(Arguments):
         return Day(_rates_of(self.rates), prompt, output)
 
     def failures(self) -> Failures:
-        """By the flags of `RUNNING`; those of machines are of one chip."""
+        """The failures for the flags of `RUNNING`; those of machines are for one chip."""
         return Failures(
             core_mtbf_s=self.core_mtbf_h * _HOUR_S,
             core_recovery_s=self.core_recovery_s,
@@ -107,7 +107,7 @@ class FleetArguments(Arguments):
 
 
 def _rates_of(text: str) -> tuple[float, ...]:
-    """Requests a second of each hour; the same number may stand twice."""
+    """Parse the requests a second of each hour; numbers may repeat."""
     with suppress(ValueError):
         rates = tuple(map(float, text.split(",")))
         if all(0 <= rate < math.inf for rate in rates) and max(rates) > 0:

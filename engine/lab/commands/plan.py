@@ -18,7 +18,7 @@ from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
 from jitney.engine.lab.simulation.roofline import WEIGHT_FORMATS, Assumptions, Roofline
 from jitney.engine.lab.simulation.shapes import SHAPES
 
-#: Fields of `Load` that flags of the same name give.
+#: Fields of `Load` with a flag of the same name.
 _OF_LOAD = (
     "prompt",
     "output",
@@ -32,8 +32,8 @@ _OF_LOAD = (
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Size, or with the word `buckets` tune, or with --fleet size a fleet; exit status 0, 1 if no
-    batch size or no fleet keeps the limits.
+    """Size a deployment, or tune buckets (word `buckets`), or size a fleet (--fleet); exit status
+    0, or 1 if no batch size or no fleet keeps the limits.
     """
     if arguments[:1] == ["buckets"]:
         from jitney.engine.lab.commands.plan_buckets import plan_buckets
@@ -177,7 +177,7 @@ def _show(model: str, roofline: Roofline, load: Load, sizing: Sizing) -> None:
     print_lines(f"  {line}" for line in _assumptions(roofline, load))
 
 
-#: The columns, by figures of `_row`.
+#: Head of a column -> figure of `_row`.
 _HEADS = {
     "seats": "seats",
     "drafts": "drafts",
@@ -255,7 +255,7 @@ def _assumptions(roofline: Roofline, load: Load) -> Iterator[str]:
 
 
 def assumptions_of(roofline: Roofline) -> Iterator[str]:
-    """The assumptions of a roofline, a line each."""
+    """The assumptions of a roofline, one per line."""
     device, cost, assumed = roofline.device, roofline.cost, roofline.assumed
     rates = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in device.flops.items())
     yield (

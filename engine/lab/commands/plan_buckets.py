@@ -1,4 +1,4 @@
-"""`jitney plan buckets`: the padded sizes to compile for, from step records or simulation."""
+"""`jitney plan buckets`: finds the padded sizes to compile for, from step records or simulation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plan_buckets(arguments: Sequence[str]) -> int:
     config = args.load_config()
     present = EngineShape.buckets_of(config.engine, bool(args.chip))
     budget = args.budget or DECODE_EXECUTABLES * len(present.decode) + len(present.mixed)
-    check_budget(budget)  # before seconds of simulation
+    check_budget(budget)  # before a simulation that takes seconds
     records, times = _seen_steps(args, config, present)
     proposal = SeenSteps.of(records).propose(present, budget, times)
     shares = {"share": proposal.share, "share_now": proposal.share_now}
@@ -84,7 +84,7 @@ def plan_buckets(arguments: Sequence[str]) -> int:
 def _seen_steps(
     args: SimulateArguments, config: Config, present: Buckets
 ) -> tuple[np.ndarray, StepTimes]:
-    """The records given, or those of the traffic simulated, and how long steps take."""
+    """(step records from the file or from simulated traffic, step times)."""
     if not args.records:
         times = args.step_times(config)
         return _simulated_steps(args, config, present, times), times
@@ -109,7 +109,7 @@ def _check_fit(records: np.ndarray, present: Buckets) -> None:
 def _simulated_steps(
     args: SimulateArguments, config: Config, present: Buckets, table: StepTimes
 ) -> np.ndarray:
-    """With a bucket for every size, so that none is rounded up."""
+    """Records of simulated steps, with a bucket for every size, so that no step is padded."""
     arrivals, policy = args.coming(), config.engine.policy
     shape = replace(args.shape_for(config, arrivals, table), buckets=_every_size(present))
     return args.simulate(policy, arrivals, shape, table, args.concurrency).records

@@ -1,4 +1,4 @@
-"""`jitney plan --fleet`: how many replicas of what, at which price, for a traffic and targets."""
+"""`jitney plan --fleet`: finds kind, number and price of replicas for a traffic and targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOUR_S = 3600.0
 
 
 def plan_fleet(arguments: Sequence[str]) -> int:
-    """Size a fleet of each kind and compare them; exit status 0, 1 if none keeps the targets."""
+    """Size a fleet of each kind and compare them; exit status 0, or 1 if none keeps the targets."""
     args = _COMMAND.parse_as(FleetArguments, arguments)
     _check(args)
     kinds = _kinds_of(args)
@@ -94,7 +94,7 @@ _COMMAND = Command(
 
 
 def _check(args: FleetArguments) -> None:
-    """Raise ConfigError for flags that cannot be, before anything is simulated."""
+    """Raise ConfigError for invalid flags before the simulation."""
     if not args.model or not args.devices:
         raise ConfigError("say what to size: jitney plan --fleet MODEL --devices LIST --rates LIST")
     args.check_running()
@@ -112,7 +112,7 @@ def _kinds_of(args: FleetArguments) -> list[ReplicaKind]:
 
 
 def _prices_of(args: FleetArguments) -> dict[str, float]:
-    """Device -> price of a chip an hour."""
+    """Device -> price per chip-hour."""
     prices: dict[str, float] = {}
     words = args.words_of("prices")
     for word in words:
@@ -156,7 +156,7 @@ def _report_of(
 
 
 def _fleet_json(sizing: FleetSizing) -> JsonDict:
-    """One kind's answer; what is not known is None."""
+    """The fleet of one kind as JSON; unknown values are None."""
     kind = sizing.kind
     return {
         "device": kind.name,
@@ -184,7 +184,7 @@ def _fleet_json(sizing: FleetSizing) -> JsonDict:
 
 
 def _cheapest(sizings: Sequence[FleetSizing]) -> FleetSizing | None:
-    """By the scaled cost; None where not every fleet that would do has a price."""
+    """The fleet with the least scaled cost; None unless every possible fleet has a price."""
     able = [sizing for sizing in sizings if not sizing.problem]
     if not able or any(sizing.price_per_hour is None for sizing in able):
         return None
@@ -216,7 +216,7 @@ def _show(
     print_lines(f"  {line}" for line in report["assumed"])
 
 
-#: The columns, by figures of `_row`.
+#: Head of a column -> figure of `_row`.
 _HEADS = {
     "replica": "device",
     "seats": "seats",
@@ -235,7 +235,7 @@ _HEADS = {
 
 
 def _row(sizing: FleetSizing, fleet: JsonDict, is_cheapest: bool) -> JsonDict:
-    """fleet: of `_fleet_json`."""
+    """A row of the table. fleet: the result of `_fleet_json`."""
     if sizing.problem:
         return {"device": sizing.kind.name, "verdict": "no"}
     return {

@@ -1,4 +1,4 @@
-"""`jitney simulate`: the scheduler on a virtual clock, on recorded or made-up traffic."""
+"""`jitney simulate`: runs the scheduler on a virtual clock, on recorded or synthetic traffic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def simulate(arguments: Sequence[str]) -> int:
-    """Simulate each policy and print its figures, or with --fleet a fleet; exit status 0."""
+    """Simulate each policy, or a fleet with --fleet, and print the figures; exit status 0."""
     if "--fleet" in arguments:
         from jitney.engine.lab.commands.simulate_fleet import simulate_fleet
 
@@ -45,7 +45,7 @@ def simulate(arguments: Sequence[str]) -> int:
 
 
 def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
-    """Every policy on the traffic that the flags describe, beside its recording if there is one."""
+    """Simulate every policy on the traffic, and compare with its recording if there is one."""
     arrivals = args.coming()
     table = args.step_times(config)
     drafts = args.drafts if args.acceptance else 0
@@ -76,9 +76,9 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
 def _why_elsewhere(
     args: SimulateArguments, config: Config, recording: Recording, table: StepTimes
 ) -> str:
-    """Why what the trace measured is nothing to judge the prediction by; empty if it is.
+    """Why the trace's measurements cannot be compared with the prediction; empty if they can.
 
-    Step records are those of the trace's own run.
+    Step records count as those of the trace's own run.
     """
     if not recording.requests or args.records:
         return ""
@@ -166,7 +166,7 @@ _COMMAND = Command(
 
 
 def _check_flags(args: SimulateArguments) -> None:
-    """Raise ConfigError for flags that contradict each other, or that would be ignored."""
+    """Raise ConfigError for flags that contradict each other or would be ignored."""
     if args.acceptance > 1 or (args.acceptance and args.measured):
         raise ConfigError(
             f"--acceptance {args.acceptance:g} must be at most 1, and is not for --measured, whose "
@@ -189,21 +189,21 @@ def _check_subject(args: SimulateArguments) -> None:
 
 
 def _recording(args: SimulateArguments) -> Recording:
-    """The trace, if it is simulated as it was recorded and can be compared; else empty."""
+    """The trace as a recording, if it is simulated unchanged and can be compared; else empty."""
     if not args.trace or args.rate is not None or args.scale != 1:
         return Recording(())
     return Recording.of(TraceLine.read_all(args.trace))
 
 
 def _clients_of(args: SimulateArguments, recording: Recording) -> int:
-    """Clients that each waited for their last answer; 0 if requests came by themselves."""
+    """Clients of a closed loop; 0 for an open loop."""
     if args.open_loop or not recording.requests:
         return 0
     return recording.clients()
 
 
 def _predicted_runs(args: SimulateArguments, config: Config) -> JsonDict:
-    """Every run in the file of --measured, simulated on its own engine."""
+    """Simulate every run in the file of --measured on its own engine."""
     runs = EngineRun.read_all(args.measured)
     chosen = {name: run for name, run in runs.items() if name in args.compared()}
     if not chosen:
@@ -227,8 +227,8 @@ def _predicted_runs(args: SimulateArguments, config: Config) -> JsonDict:
 
 
 def _times_for(args: SimulateArguments, config: Config, runs: Mapping[str, EngineRun]) -> StepTimes:
-    """The step times to predict runs with: what the flags ask for, else those of the run of
-    continuous batching, or of the first.
+    """The step times for predictions: from the flags, else from the run of continuous batching, or
+    from the first run.
     """
     if not args.learns_from_runs:
         return args.step_times(config)

@@ -1,4 +1,4 @@
-"""Flags of the commands that simulate an engine, and what is simulated by them."""
+"""Flags of the commands that simulate an engine, and the simulations for them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from jitney.engine.lab.simulation.roofline import Roofline
     from jitney.engine.lab.simulation.step_table import StepTimes
 
-#: Fields that step records of this version have.
+#: Fields that step records must have.
 _NEEDED = {"device_s", "keys", "longest", "pairs"}
 
 
 class SimulateArguments(TrafficArguments):
     """The parsed flags of a command that simulates an engine."""
 
-    #: Compared unless told otherwise.
+    #: Policies that are compared by default.
     POLICIES: ClassVar = "static,dynamic,continuous"
-    #: Settings that say how to run on a real machine.
+    #: Settings for a real machine, which a simulation does not use.
     NOT_SIMULATED: ClassVar = (
         *Command.ONLY_SERVED,
         "revision",
@@ -56,7 +56,7 @@ class SimulateArguments(TrafficArguments):
         "n_hosts",
         "host_id",
     )
-    #: Speculation, by a chance.
+    #: Flags for speculation with a probability of acceptance.
     DRAFTS: ClassVar = (
         Flag.number(
             "--acceptance",
@@ -68,7 +68,7 @@ class SimulateArguments(TrafficArguments):
             "--drafts", "with --acceptance: most drafts of a sequence in a step", 7, least=1
         ),
     )
-    #: How fast the traffic comes.
+    #: Flags for the speed of the traffic.
     PACE: ClassVar = FlagGroup(
         (
             Flag.number("--rate", "requests a second [1; a trace's own]", least=1e-9),
@@ -81,7 +81,7 @@ class SimulateArguments(TrafficArguments):
 
     @property
     def learns_from_runs(self) -> bool:
-        """True when step times are learned from measured runs."""
+        """Whether step times are fitted to measured runs."""
         return not (self.table or self.records or self.chip)
 
     def compared(self) -> list[str]:
@@ -90,12 +90,12 @@ class SimulateArguments(TrafficArguments):
         return self.words_of("policy" if one else "policies", self.POLICIES)
 
     def coming(self) -> list[Arrival]:
-        """The requests that the flags describe."""
+        """The requests for the flags."""
         self.check_concurrency()
         return self.draw(self.rate or (0.0 if self.trace else 1.0))
 
     def step_times(self, config: Config) -> StepTimes:
-        """The step times that one of --table, --records and --device asks for."""
+        """The step times for --table, --records or --device."""
         from jitney.engine.lab.simulation.roofline import Roofline
         from jitney.engine.lab.simulation.step_table import StepTable
 
@@ -124,17 +124,17 @@ class SimulateArguments(TrafficArguments):
 
         fields = [(array, set(array.dtype.names or ())) for array in _arrays_in(self.records)]
         records = [array for array, names in fields if "device_s" in names]
-        known = [array for array, names in fields if names >= _NEEDED]
-        if not records or len(known) < len(records):
+        usable = [array for array, names in fields if names >= _NEEDED]
+        if not records or len(usable) < len(records):
             raise ConfigError(f"{self.records}: holds no step records of this version")
         return np.concatenate(records)
 
     def shape_for(
         self, config: Config, arrivals: Sequence[Arrival], table: StepTimes, drafts: int = 0
     ) -> EngineShape:
-        """The engine of the settings. What they leave open is chosen so that it does not
-        interfere: the context holds the longest request, pages suffice for every seat (or fill
-        the device's memory), and no request is refused unless caps are given.
+        """The engine of the settings. Values that they leave open do not limit it: the context
+        holds the longest request, pages suffice for every seat (or fill the device's memory), and
+        no request is refused unless limits are given.
         """
         from jitney.engine.lab.simulation.engine_shape import EngineShape
         from jitney.engine.lab.simulation.roofline import Roofline
@@ -165,10 +165,10 @@ class SimulateArguments(TrafficArguments):
         table: StepTimes,
         clients: int,
     ) -> EngineRun:
-        """One run; only the policy differs from those of the others. Static waits for its batch
-        unless told otherwise.
+        """Simulate one policy; all other settings are the same for all policies. By default, static
+        batching waits for a full batch.
 
-        clients: requests that a closed loop keeps open; 0: they come at their times.
+        clients: open requests of a closed loop; 0: an open loop.
         """
         from jitney.engine.lab.simulation.simulator import simulate
 
@@ -180,8 +180,8 @@ class SimulateArguments(TrafficArguments):
 def _as_fits(
     shape: EngineShape, roofline: Roofline, settings: EngineSection, context: int, drafts: int
 ) -> EngineShape:
-    """The engine with the pools that fit the device, or with the pages of the settings. drafts:
-    of a sequence in a step at most.
+    """The engine with pools that fit the device, or with the pages of the settings. drafts: most
+    per sequence and step.
     """
     from jitney.engine.core import PoolShares
 

@@ -1,5 +1,5 @@
-"""`jitney simulate --fleet`: what so many replicas do with a traffic, on a virtual clock, with
-failures and with replicas that are started and let go.
+"""`jitney simulate --fleet`: simulates a fleet under a traffic on a virtual clock, with failures
+and with replicas that start and stop.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jitney.engine.lab.simulation.fleet_planner import FleetAssumptions, Replica
 from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
 from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans, Recorded
 
-#: Least and most replicas, such as 2:50.
+#: Form of the least and most replicas, such as 2:50.
 _SCALE = re.compile(r"([1-9]\d*):([1-9]\d*)")
 _RULE = ScalingRule()
 _DEFAULT = FleetAssumptions()
-#: Most requests of a run, if not said otherwise: half a minute.
+#: Default for the most requests of a run, which then takes half a minute.
 _MOST = 20_000
 
 _WHAT = (
@@ -112,7 +112,7 @@ def simulate_fleet(arguments: Sequence[str]) -> int:
 
 
 def _check(args: FleetArguments) -> None:
-    """Raises ConfigError for flags that cannot be, before anything is simulated."""
+    """Raise ConfigError for invalid flags before the simulation."""
     if not args.model or not args.device or not args.replicas:
         raise ConfigError(
             "say what to simulate: jitney simulate --fleet MODEL --device WORD --replicas N "
@@ -124,14 +124,14 @@ def _check(args: FleetArguments) -> None:
 
 
 def _arrivals_of(args: FleetArguments) -> tuple[list[Arrival], int]:
-    """(the simulated requests, how many the traffic has)."""
+    """(the simulated requests, number of requests in the whole traffic)."""
     traffic = args.traffic()
     if isinstance(traffic, Recorded):
         return traffic.busiest(1.0, args.requests, args.seed), len(traffic.arrivals)
     day: Day = replace(traffic, hour_s=args.rate_s)
-    asked = round(sum(day.rates) * day.hour_s)
-    if asked > args.requests:
-        return day.busiest(1.0, args.requests, args.seed), asked
+    n_requests = round(sum(day.rates) * day.hour_s)
+    if n_requests > args.requests:
+        return day.busiest(1.0, args.requests, args.seed), n_requests
     arrivals = day.whole(args.seed)
     return arrivals, len(arrivals)
 
@@ -160,7 +160,7 @@ def _failures_of(args: FleetArguments, chips: int) -> Failures:
 
 
 def _scaling_of(args: FleetArguments) -> ScalingRule | None:
-    """None: there are always as many. Raises ConfigError."""
+    """The scaling rule; None for a constant number of replicas. Raises ConfigError."""
     if args.scale is None:
         return None
     scale = _SCALE.fullmatch(args.scale)
@@ -179,7 +179,7 @@ def _scaling_of(args: FleetArguments) -> ScalingRule | None:
 def _report_of(
     args: FleetArguments, plan: FleetPlan, run: FleetRun, asked: int, hour: float | None
 ) -> JsonDict:
-    """hour: price of a replica."""
+    """The report of a run. hour: price of a replica per hour."""
     return {
         "model": args.model,
         "device": args.device,
@@ -197,7 +197,7 @@ def _report_of(
     }
 
 
-#: The figures of the table.
+#: Figures in the table.
 _SHOWN = {
     "requests": "requests",
     "refused": "refused_share",

@@ -1,9 +1,9 @@
-"""Whether answers are right, before anything is timed: tokens of the engine, every case of
-attention, and every kernel in the shapes that the measured model asks for.
+"""Checks that answers are right before anything is timed: tokens of the engine, every case of
+attention, and every kernel in the shapes of the measured model.
 
 Attention and the other kernels are compared with their definitions in numpy. The engine's tokens
-are compared with the reference kernels on the same device: each must be the one that these would
-choose, or as likely up to rounding.
+are compared with the reference kernels on the same device: each must be the reference's token, or
+as likely up to rounding.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import ServedHeads, reference_of
 
-#: Layers of the model whose tokens are compared: enough for each kernel to feed the next.
+#: Layers of the model whose tokens are compared; enough for each kernel to feed the next.
 _LAYERS = 2
-#: Requests, and their most tokens of prompt and answer.
+#: Number of requests; most tokens of a prompt and of an answer.
 _REQUESTS, _PROMPT, _OUTPUT = 8, 150, 16
-#: How much less likely than the best a token may be for the reference, in spreads of its row of
-#: logits, by bytes per activation. Random models: the best stands 4 spreads above the average.
+#: Bytes per activation -> most distance of a token's logit from the reference's best one, in
+#: standard deviations of the row. In random models the best is 4 of them above the mean.
 _TOKEN_LIMIT = {2: 0.25, 4: 0.02}
-#: The same where rows are rounded to int8 or fp8: the last bit of a number may move it by a whole
-#: step.
+#: The same limit if rows are rounded to int8 or fp8, where the last bit of a number may move it by
+#: a whole quantisation step.
 _ROUNDED_LIMIT = 0.25
-#: Positions that a sequence may have where kernels are proved.
+#: Most positions of a sequence in the checks of kernels.
 _CONTEXT = 4096
-#: Published mixtures, with four experts of a layer: in blocks of a decode step and of a prompt's,
-#: on one device and on one of several.
+#: Published mixtures of experts, reduced to four experts per layer: in blocks of a decode step and
+#: of a prompt, on one device and on one of several.
 _PUBLISHED = {
     f"{name}, blocks of {block}, {scheme}": ExpertCase(
         size, inner, block + 3, block, 4, (scheme, scheme)
@@ -108,7 +108,7 @@ def _attention_tasks(job: PartJob, kernels: KernelSet, cases: dict[str, Attentio
 
 
 def _attention_cases(dtype: str) -> tuple[dict[str, AttentionCase], dict[str, AttentionCase]]:
-    """Every case in this dtype, and those that this makes others, as they are tested."""
+    """All cases: in this dtype, and in other dtypes as they are tested."""
     served = {f"{name}, {dtype}": case.served_as(dtype) for name, case in CASES.items()}
     known = set(served.values())
     tested = {f"{name}, {case.dtype}": case for name, case in CASES.items() if case not in known}
@@ -126,7 +126,7 @@ def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row
 
 
 def _expert_cases(kernels: KernelSet) -> dict[str, ExpertCase]:
-    """None for a set that multiplies a mixture's blocks one after the other."""
+    """Cases of experts; none for a set that multiplies a mixture's blocks one after another."""
     return {} if kernels.experts is None else EXPERTS | _PUBLISHED
 
 
@@ -135,7 +135,7 @@ def _expert_row(kernels: KernelSet, case: ExpertCase, row: Row) -> Iterator[Row]
 
 
 def _judged(row: Row, proof: Proof) -> Row:
-    """The row with what was found."""
+    """The row with the result of a proof."""
     if proof.reason:
         return row.as_wrong(proof.reason)
     return _compared(row, proof.error, proof.limit)
@@ -151,8 +151,8 @@ def _compared(row: Row, error: float, limit: float) -> Row:
 def _proof_rows(
     job: PartJob, kernels: KernelSet, dtype: DTypeLike, weights: str, kv: str, row: Row
 ) -> Iterator[Row]:
-    """A row for each kernel that the model calls with weights and pools of these kinds; the first
-    stands for all of them when it is asked what has been done.
+    """A row for each kernel that the model calls with weights and pools of these kinds. The first
+    row decides whether an earlier call has measured all of them.
     """
     served, pool = jnp.dtype(dtype), jnp.dtype(KV_TYPES.get(kv, dtype))
     reason = ServedHeads(job.config.head_dim, served.name, pool.name).refusal(kernels.name)
@@ -186,7 +186,7 @@ def _shapes_for(
 
 
 def _token_row(job: PartJob, model: RandomModel, row: Row) -> Iterator[Row]:
-    """Greedy requests of many lengths through scheduler, core and runner."""
+    """Compare greedy requests of many lengths through scheduler, core and runner."""
     prompt = min(_PROMPT, model.config.context_length - _OUTPUT)
     traffic, _ = make_traffic(job, model, context=prompt + _OUTPUT)
     requests = random_requests(job, _REQUESTS, (1, prompt), (_OUTPUT, _OUTPUT))
@@ -212,16 +212,16 @@ def _limit_of(model: RandomModel) -> float:
 
 
 def _shallow(config: ModelConfig, most: int) -> ModelConfig:
-    """The same layers, at most so many of them."""
+    """A copy of the shape with at most `most` layers."""
     layers = min(most, config.n_layers)
     return replaced(config, n_layers=layers, windows=config.windows[:layers])
 
 
 class _Reference:
-    """The model that the engine ran, by the reference kernels and without the engine."""
+    """The engine's model on the reference kernels, without the engine."""
 
     def __init__(self, model: RandomModel, page: int, tokens: int):
-        """page: positions of one. tokens: of the longest request."""
+        """page: positions per page. tokens: length of the longest request."""
         config = model.config
         self._page, self._tokens = page, tokens
         self._model = model.make()
@@ -232,12 +232,12 @@ class _Reference:
         self._logits = jax.jit(partial(_logits_of, self._kernels))
 
     def behind_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-        """Distance of each token's logit from the best one, in spreads of its row."""
+        """Distance of each token's logit from the best one, in standard deviations of its row."""
         ids = [*prompt, *output]
         padded = np.zeros(self._tokens, np.int32)
         padded[: len(ids)] = ids
         pages = self._pages
-        # Two sequences: as many rows as sequences would be a step of decode alone.
+        # Two sequences, since with as many rows as sequences it would be a decode-only step.
         shape = (2, self._tokens, pages)
         builder = MetaBuilder.empty(shape, pages, self._page, np.random.default_rng(0))
         builder.add(len(ids), len(ids))
@@ -254,6 +254,6 @@ def _logits_of(
     kept: list[Any],
     meta: AttentionMeta,
 ) -> jax.Array:
-    """float32 [T, V]."""
+    """The logits, float32 [T, V]."""
     hidden, _ = model(tokens, kept, meta, kernels)
     return model.logits(hidden, kernels)

@@ -1,5 +1,5 @@
-"""Attention, and what goes before it, of a kernel set: every case checked against the reference,
-then timed.
+"""Measures a kernel set's attention, and its norm, rotation and write: every case is compared with
+the reference, then timed.
 
 Axes as in `jitney.kernels.interface`. Bytes: each key and value once, queries and outputs once.
 Operations: four per query-key pair, head and dimension.
@@ -27,18 +27,18 @@ from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.scales import as_stored, limit_of
 from jitney.kernels.select import reference
 
-#: A kernel farther from the reference than this is wrong, by bytes per activation. Both round to
-#: the activations' dtype; products of float32 may be made in tf32, which errs by 5e-4.
+#: Bytes per activation -> largest error of a correct kernel. Kernel and reference round to the
+#: activations' dtype; float32 products may run in tf32, which has an error of 5e-4.
 _LIMITS = {2: 2e-2, 4: 2e-3}
-#: A kernel set's page tables are padded to a multiple of this, as the runner's are.
+#: Multiple to which page tables are padded, as in the runner.
 _TABLE = 16
-#: Programs that fill an H100: below so many sequences times key heads, decode attention has too
-#: little to share out.
+#: Programs that fill an H100: with fewer sequences times key heads, decode attention has too little
+#: parallel work.
 _FULL = 132
 
 
 class _AttentionInputs(NamedTuple):
-    """One attention's inputs; kv_scales None: the pool holds plain floats."""
+    """Inputs of one attention. kv_scales: None if the pool holds plain floats."""
 
     q: jax.Array
     kv: jax.Array
@@ -66,27 +66,25 @@ class Contexts:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs."""
+        """Number of query-key pairs."""
         pairs = sum(self.decode)
         for length, count in self.prompts:
             pairs += count * (2 * length - count + 1) // 2
         return pairs
 
     def moved(self, config: ModelConfig, size: int, stored: int) -> float:
-        """Least bytes, at `size` bytes a number of queries and outputs and `stored` of keys and
-        values.
-        """
+        """Least bytes. size: bytes per number of queries and outputs; stored: of keys, values."""
         keys = sum(self.lengths) * 2 * config.n_kv_heads * config.head_dim
         return stored * keys + size * 2 * sum(self.rows) * config.n_heads * config.head_dim
 
     def operations(self, config: ModelConfig) -> float:
-        """Least operations."""
+        """Least number of operations."""
         return 4.0 * config.n_heads * config.head_dim * self.pairs
 
 
 def _make_meta(load: Contexts, page: int, total: int) -> tuple[AttentionMeta, int]:
-    """(the metadata, pages of the pool): pages of all sequences shuffled, `total` rows, no padding
-    of sequences.
+    """(metadata, pages of the pool) for `total` rows: the sequences' pages are shuffled, and there
+    are no padding sequences.
     """
     used = [-(-length // page) for length in load.lengths]
     n_pages = sum(used) + 1  # the trash page
@@ -121,7 +119,7 @@ def _make_inputs(
 
 def _quantised(pool: jax.Array, kv: str) -> tuple[jax.Array, jax.Array]:
     """(the pool in 8 bits, its scales)."""
-    # 4 spreads are the greatest number held.
+    # The largest representable number is 4 standard deviations.
     heads, dim = pool.shape[2:]
     scale = jnp.full((heads,), 4 / limit_of(KV_TYPES[kv]), jnp.float32)
     stored = as_stored(pool.reshape(-1, heads, dim), jnp.zeros((0,), KV_TYPES[kv]), scale)
@@ -175,7 +173,7 @@ def _decode_case(job: PartJob, seqs: int, context: int) -> tuple[str, str, Conte
 def attend_row(
     job: PartJob, kernels: KernelSet, dtype: DTypeLike, load: Contexts, kv: str, row: Row
 ) -> Iterator[Row]:
-    """One case of attention; wrong answers are not timed. kv: as for `_make_inputs`."""
+    """Measure one case of attention; wrong answers are not timed. kv: see `_make_inputs`."""
     size = jnp.dtype(dtype).itemsize
     stored = size if kv == "auto" else KV_TYPES[kv].itemsize
     moved = load.moved(job.config, size, stored)
@@ -211,7 +209,7 @@ def _attend_with(kernels: KernelSet, scale: float, given: _AttentionInputs) -> j
 def _attention_error(
     kernels: KernelSet, attend: _Attend, given: _AttentionInputs, rows: int
 ) -> float | None:
-    """Distance from the reference on this device; None for the reference itself."""
+    """Error against the reference on this device; None for the reference itself."""
     if kernels.name == "reference":
         return None
     theirs = jax.jit(partial(_attend_with, reference(), given.q.shape[-1] ** -0.5))(given)
@@ -228,10 +226,10 @@ def measured(
     itemsize: int,
     time: Callable[[float], Sequence[float]],
 ) -> Row:
-    """The row with its floor, its error and its times; a kernel that is wrong is not timed.
+    """The row with its floor, error and times; a wrong kernel is not timed.
 
-    moved, operations: the least bytes and operations. itemsize: bytes per activation. time: from
-    the floor to the times.
+    moved, operations: least bytes and operations. itemsize: bytes per activation. time: measures
+    the times, given the floor.
     """
     floor_s, bound = job.measured.of(moved, operations)
     row = replace(row, floor_s=floor_s, bound=bound, error=error)
@@ -242,7 +240,7 @@ def measured(
 
 
 def writes(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Norm, rotation and write of a step's keys and values, for the sets that have it in one."""
+    """Norm, rotation and write of a step's keys and values, for sets with one kernel for all."""
     for rows in job.sizes.rows:
         for kernels in sets:
             row = job.row("rotate and write", f"{rows} rows", kernels.label)
@@ -266,7 +264,7 @@ def _write_row(
         return rotate_and_write(heads, rope, kv, given.meta)
 
     def step(pool: jax.Array, heads: jax.Array) -> jax.Array:
-        # Without the barrier unread queries are not computed.
+        # Without the barrier, XLA would not compute the unused queries.
         _, pool = jax.lax.optimization_barrier(write(rotate_and_write, pool, heads))
         return pool
 

@@ -1,9 +1,9 @@
-"""The engine itself on a model with random weights: scheduler, core and runner, with all streams
+"""Measures the engine on a model with random weights: scheduler, core and runner, with all streams
 always busy.
 
-Two runs: a closed loop of requests of many lengths, and one batch of equal requests, which a peer
-that knows no closed loop can be given too. Greedy, nothing shared between prompts, requests end by
-length alone.
+There are two runs: a closed loop of requests of many lengths, and one batch of equal requests, for
+comparison with peers without a closed loop. Decoding is greedy, prompts share nothing, and requests
+end only by length.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from jitney.kernels.interface import KernelSet
 
 #: Seconds of warm-up before anything counts.
 _WARM_S = 2.0
-#: Makes the engine when it is first wanted.
+#: Creates the engine at the first call.
 _GetTraffic = Callable[[], tuple[OfflineBench, StepBench]]
 #: Parts of a step's host side, as the ledger names them.
 _HOST_PARTS = ("plan_s", "batch_s", "launch_s", "commit_s")
 
 
 def closed_loop(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """The closed loop, and the batch that the goal is about; weights in the run's dtype."""
+    """The closed loop, and the batch that counts for the goal; weights in the run's dtype."""
     kernels, streams = sets[0], job.sizes.streams
     get = cache(partial(make_traffic, job, RandomModel(job.config, kernels, dtype)))
     loop = job.row("closed loop", f"{streams} streams, {jnp.dtype(dtype)}", kernels.label)
@@ -63,7 +63,7 @@ def crowds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
 
 
 def _loop_buckets(job: PartJob, seat_sizes: Sequence[int]) -> Buckets:
-    """Few programs: the decode steps asked for, and two sizes with prompt rows."""
+    """A few buckets: the requested decode steps, and two sizes with prompt rows."""
     seats, budget = max(seat_sizes), job.sizes.token_budget
     return Buckets.of(
         max_seats=seats,
@@ -76,9 +76,9 @@ def _loop_buckets(job: PartJob, seat_sizes: Sequence[int]) -> Buckets:
 def make_traffic(
     job: PartJob, model: RandomModel, *, context: int = 0, seat_sizes: Sequence[int] = ()
 ) -> tuple[OfflineBench, StepBench]:
-    """A core whose greedy programs are all that is compiled.
+    """A core with only greedy programs compiled.
 
-    context: of a request, 0: what batch and loop need. seat_sizes: of decode steps, the greatest
+    context: of a request; 0: enough for batch and loop. seat_sizes: of decode steps, the largest is
     the number of seats; (): for the job's streams.
     """
     sizes = job.sizes
@@ -101,7 +101,7 @@ def make_traffic(
 def random_requests(
     job: PartJob, count: int, prompt: tuple[int, int], output: tuple[int, int]
 ) -> list[PromptedArrival]:
-    """Requests whose lengths are drawn evenly from the ranges, both ends included."""
+    """Requests with uniform random lengths from the ranges, both ends included."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(*prompt, count, endpoint=True).tolist()
     outputs = rng.integers(*output, count, endpoint=True).tolist()
@@ -124,7 +124,7 @@ def _batch_rows(job: PartJob, get: _GetTraffic, streams: int, row: Row) -> Itera
 
 
 def _loop_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
-    """A request comes when one leaves; and what the host cost between its steps."""
+    """Rows of the closed loop, and of the host's time between its steps."""
     traffic, bench = get()
     sizes = job.sizes
     prompt, output = ((most // 4, most) for most in sizes.loop)
@@ -135,7 +135,7 @@ def _loop_rows(job: PartJob, get: _GetTraffic, row: Row) -> Iterator[Row]:
 
 
 def _run_row(job: PartJob, bench: StepBench, run: EngineRun, row: Row) -> Row:
-    """Output tokens a second, and the floor of all its steps one after another."""
+    """The row with output tokens a second, and the floor of all steps one after another."""
     tokens = sum(request.n_output for request in run.requests)
     return replace(
         row.timed([run.seconds]),
@@ -159,8 +159,8 @@ def _floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[
 
 
 def _gap_row(run: EngineRun, row: Row) -> Row:
-    """Idle time of the device before a step, on average, and as a share of the time
-    between steps.
+    """The row with the device's mean idle time before a step, also as a share of the time between
+    steps.
     """
     records = run.records[1:]
     gap, device = records["gap_s"].astype(float), records["device_s"].astype(float)

@@ -1,5 +1,5 @@
-"""The parts of a device's measurement, in the order of what matters most: right answers, the
-limits, the goals, then the peers that one goal names.
+"""The parts of a device's measurement, the most important first: right answers, the limits, the
+goals, then the peers of one goal.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-#: In a graph the profiler may see the graph alone.
+#: Without graphs, since the profiler may only see a graph as a whole.
 _NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-#: XLA's own products in Triton; our kernels are called whatever this says.
+#: Without XLA's own Triton products; our kernels are not affected.
 _NO_TRITON = {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"}
 
 
 class Part(NamedTuple):
-    """One part, in a process of its own."""
+    """One part, which runs in its own process."""
 
     about: str
-    #: MODULE:FUNCTION below this package: makes its tasks of a job, and where jax starts of the
-    #: kernel sets and the dtype; "": the floors, which all others are compared with.
+    #: MODULE:FUNCTION below this package, which makes the tasks of a job (with jax, also from the
+    #: kernel sets and the dtype); "": the floors, with which all others are compared.
     tasks: str
     starts_jax: bool = True
     needs_floors: bool = True
-    #: It is about NVIDIA's GPUs alone.
+    #: Whether it is only for NVIDIA GPUs.
     nvidia: bool = False
-    #: Added to what its process has of these variables.
+    #: Values that are added to environment variables of its process.
     environment: Mapping[str, str] = _NOTHING
 
 

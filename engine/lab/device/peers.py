@@ -1,5 +1,5 @@
-"""transformers' continuous batching, where it is installed, on the batch of requests that `loop`
-gives to our engine, at its own defaults. Knows no jax.
+"""Measures transformers' continuous batching, if installed, on the batch of requests of `loop`,
+with its own defaults. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jitney.engine.core import ModelConfig
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 
 _CONTINUOUS = "transformers, continuous batching"
-#: Rows of a step on a CPU, at least what transformers wants.
+#: Rows of a step on a CPU; transformers needs at least this number.
 _CPU_ROWS = 256
 
 
 def _module(name: str) -> Any:
-    """A package that need not be installed."""
+    """Import an optional package."""
     return importlib.import_module(name)
 
 
 def _missing(*packages: str) -> str:
-    """Why the peer cannot run; empty if it can."""
+    """The reason why the peer cannot run; empty if it can."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
@@ -42,7 +42,7 @@ def _tasks(tasks: Tasks) -> Tasks:
 
 
 def where_installed(tasks: Tasks, *packages: str) -> Tasks:
-    """The same, or rows that say why the peer cannot run."""
+    """The same tasks, or rows with the reason why the peer cannot run."""
     why = _missing(*packages)
     for task in tasks:
         if why:
@@ -51,27 +51,27 @@ def where_installed(tasks: Tasks, *packages: str) -> Tasks:
 
 
 def batching(job: PartJob) -> Tasks:
-    """transformers' `generate_batch`, as many requests as streams, all at once: the batch that the
-    goal is about, then those of `crowds`.
+    """transformers' `generate_batch` with as many simultaneous requests as streams: the batch that
+    counts for the goal, then those of `crowds`.
     """
     get = cache(partial(_make_model, job))
     yield from _tasks(job.batch_tasks(_CONTINUOUS, "peer's", partial(_batching_row, job, get)))
 
 
 def _place(job: PartJob) -> str:
-    """The device that PyTorch finds: a GPU, unless the job is for a CPU."""
+    """PyTorch's device: a GPU, unless the job is for a CPU."""
     on_gpu = job.platform != "cpu" and _module("torch").cuda.is_available()
     return "cuda" if on_gpu else "cpu"
 
 
 def _wait(place: str) -> None:
-    """Until the device is done."""
+    """Wait until the device is done."""
     if place == "cuda":
         _module("torch").cuda.synchronize()
 
 
 def config_fields(shape: ModelConfig) -> JsonDict:
-    """The shape, as Hugging Face names it."""
+    """The shape as fields of a Hugging Face configuration."""
     family = "Qwen3" if shape.qk_norm else "Llama"
     return {
         "architectures": [f"{family}ForCausalLM"],
@@ -131,7 +131,7 @@ def _batching_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) 
     try:
         yield second_batch(job, streams, answer, row)
     finally:
-        # It was made for so many streams, and holds most of the memory.
+        # The manager is made for this number of streams, and holds most of the memory.
         getattr(model, "destroy_cached_continuous_batching_manager", int)()
 
 
@@ -145,7 +145,7 @@ def second_batch(
     n_prompt, n_output = job.sizes.batch
     seconds = 0.0
     for turn in range(2):
-        # Other prompts each time, or a prefix cache would answer for the second run.
+        # Different prompts each time, since a prefix cache would speed up the second run.
         prompts = _random_prompts(job, streams, n_prompt, turn)
         started = time.perf_counter()
         tokens = answer(prompts)
@@ -159,7 +159,7 @@ def second_batch(
 
 
 def _batching_options(model: Any, n_output: int) -> JsonDict:
-    """For exactly so many tokens, greedily."""
+    """Options for exactly `n_output` greedy tokens."""
     wanted = _module("transformers").GenerationConfig(
         max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
     )

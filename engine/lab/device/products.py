@@ -1,4 +1,4 @@
-"""Products with weights as they may be packed, and the search for a top-k or top-p threshold:
+"""Measures products with packed weights, and the search for a top-k or top-p threshold: each is
 checked, then timed.
 
 Bytes: weights with their scales, rows and results once. Operations: two per weight and row.
@@ -27,7 +27,7 @@ _TOP_P, _TOP_K = 0.95, 0
 
 
 def products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """The two large matrices of a layer, for few rows: every way to keep weights."""
+    """Products with the two large matrices of a layer, for few rows, in every weight format."""
     config = job.config
     shapes = {
         "gate_up": (config.hidden_size, 2 * config.intermediate_size),
@@ -79,7 +79,7 @@ def _product_row(
 
 
 def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
-    """Distance from the product of the widened weights in float32, with rows rounded if the kernel
+    """Error against the product of the widened weights in float32, with rows rounded if the kernel
     rounds them.
     """
     exact = jnp.matmul(
@@ -90,7 +90,7 @@ def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
 
 
 def _as_multiplied(x: jax.Array, scheme: str, kernels: KernelSet) -> jax.Array:
-    """The rows as the kernel takes them, in float32."""
+    """The rows as rounded by the kernel, in float32."""
     if scheme == "int8" and kernels.int8 is not None:
         codes, steps = w8a8.round_to_int8(x)
         return codes * steps
@@ -101,21 +101,21 @@ def _as_multiplied(x: jax.Array, scheme: str, kernels: KernelSet) -> jax.Array:
 
 
 def _laid_out(weights: Packed, kernels: KernelSet) -> Packed:
-    """As the kernel takes them: fp8 that is multiplied as such knows no other way."""
+    """The weights in the kernel's layout: fp8 products need a specific one."""
     if weights.scheme == "fp8" and kernels.fp8 is not None:
         return weights._replace(kernel=kernels.fp8.pack(weights.kernel))
     return weights
 
 
 def _make_weights(scheme: str, shape: tuple[int, int], dtype: DTypeLike, seed: int) -> Packed:
-    """Random weights [I, O] of spread 1 / sqrt(I)."""
+    """Random weights [I, O] with standard deviation 1 / sqrt(I)."""
     wide = jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
     return quantise(wide, scheme=scheme, dtype=dtype)
 
 
 def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Where nucleus sampling cuts, over the whole vocabulary: the set's kernel beside the sampler's
-    own search.
+    """The threshold of nucleus sampling over the whole vocabulary: the set's kernel and the
+    sampler's own search.
     """
     searches = {kernels.label: kernels.threshold for kernels in sets}
     searches["sampler"] = threshold
@@ -128,7 +128,7 @@ def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tas
 def _threshold_row(
     job: PartJob, search: Callable[..., jax.Array] | None, rows: int, row: Row
 ) -> Iterator[Row]:
-    """One search, checked against the sampler's own."""
+    """Measure one search, compared with the sampler's own."""
     if search is None:
         yield row.noted("the sampler's own search serves this set")
         return
@@ -152,15 +152,15 @@ def _threshold_row(
 
 
 def _chained(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x, but not before y is there: a number too small to change it is added.
+    """x with a dependency on y: a number too small to change x is added.
 
-    The barrier keeps XLA from computing only the part of y that is read.
+    The barrier keeps XLA from computing only the used part of y.
     """
     tiny = jax.lax.optimization_barrier(y).ravel()[0].astype(jnp.float32) * 1e-30
     return x + tiny.astype(x.dtype)
 
 
 def _random_logits(rows: int, vocab: int) -> jax.Array:
-    """float32 [rows, vocab], 0 the largest of each row."""
+    """Random logits, float32 [rows, vocab]; the largest of each row is 0."""
     logits = jax.random.normal(jax.random.key(3), (rows, vocab), jnp.float32)
     return logits - jnp.max(logits, axis=-1, keepdims=True)

@@ -1,5 +1,5 @@
-"""Attention of one prompt by FlashInfer, as the kernel set `flashinfer` calls it, where the device
-has it: measured beside ours, so that a device says whose is the quickest for its heads
+"""Measures FlashInfer's attention of one prompt, as the kernel set `flashinfer` calls it, if the
+device has it, so that the fastest kernels for its heads can be chosen
 (`DeviceReport.prompt_choice`).
 """
 
@@ -18,7 +18,7 @@ from jitney.kernels.select import ServedHeads, select
 
 
 def flashinfer_prompts(job: PartJob, sets: Sequence[KernelSet], dtype: Any) -> Tasks:
-    """A row for each size of prompt, by the kernel set `flashinfer`; none of the sets is called."""
+    """A row for each size of prompt, by the kernel set `flashinfer`; `sets` are not called."""
     for rows in job.sizes.prompts:
         row = job.row("prompt attention", f"{rows:,} rows", "flashinfer")
         yield Task(row, partial(_flashinfer_row, job, dtype, rows))

@@ -1,5 +1,5 @@
-"""The report of `jitney bench device`: one JSON file, and one Markdown page with every figure
-beside its floor.
+"""The report of `jitney bench device`: a JSON file, and a Markdown page with every figure and its
+floor.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jitney.engine.lab.device.run import DeviceResults
 from jitney.engine.lab.simulation.roofline import SHAPES
 from jitney.kernels.prompt_choices import PromptChoice, PromptChoices
 
-#: Share of our time that FlashInfer may take at most to be chosen: its kernels are compiled by the
-#: first start, for minutes, and an even race is not worth that.
+#: FlashInfer is chosen if it takes at most this share of our time: the first start compiles its
+#: kernels for minutes, which equal speed does not justify.
 _WORTH = 0.95
 _PACKAGES = ("jitney", "jax", "triton", "flashinfer-python")
 _VERDICTS = {None: "", True: "met", False: "**missed**"}
@@ -37,7 +37,7 @@ _HOW_TO_READ = (
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """A fraction to reach."""
+    """A goal: limits for a fraction."""
 
     what: str
     first: float  # the first limit
@@ -51,8 +51,8 @@ class _Goal:
         return min(values) >= limit
 
 
-#: Shares of what the device's own copy and product reach in the same run; the gap's is of the step;
-#: `peer` is a ratio.
+#: Goals as shares of the device's own copy and product rates in the same run; the gap's share is of
+#: the step; `peer` is a ratio.
 _GOALS = {
     "decode": _Goal("decode attention, contexts of 4k and more", 0.70, 0.85),
     "long": _Goal("decode attention, one sequence of 32k", 0.50, 0.65),
@@ -70,7 +70,7 @@ class DeviceReport:
     results: DeviceResults
 
     def as_json(self) -> JsonDict:
-        """Everything, as plain data."""
+        """All results as JSON."""
         results, plain = self.results, msgspec.to_builtins
         return {
             "about": plain(results.about),
@@ -87,8 +87,8 @@ class DeviceReport:
         }
 
     def goals(self) -> list[JsonDict]:
-        """Each goal with the worst value that counts for it, and whether all of them keep its
-        limits; met None: not measured.
+        """Each goal with its worst value, and whether all its values keep the limits; met: None if
+        not measured.
         """
         return [self._judged(key, goal) for key, goal in _GOALS.items()]
 
@@ -106,7 +106,7 @@ class DeviceReport:
         }
 
     def markdown(self) -> str:
-        """The page."""
+        """The Markdown page."""
         return "\n".join([*self._opening(), "", *self.goal_table(), "", *self._row_tables()])
 
     def numerics(self) -> str:
@@ -123,13 +123,13 @@ class DeviceReport:
         return f"No wrong answer in {text}"
 
     def goal_table(self) -> Iterator[str]:
-        """Goals beside the worst that was measured."""
+        """Lines with the goals and their worst measured values."""
         heads = ["goal", "first", "then", "measured (worst)", "figures", "first", "then"]
         rows = [_goal_cells(row) for row in self.goals()]
         yield from Table(heads, rows).markdown_lines()
 
     def part_table(self) -> Iterator[str]:
-        """How many rows of each part have figures, and why the others have none."""
+        """Lines with the number of rows with figures per part, and the reasons for the others."""
         heads = ["part", "rows with figures", "without", "why"]
         yield from Table(heads, list(self._part_cells())).markdown_lines()
 
@@ -142,9 +142,9 @@ class DeviceReport:
                 yield [part, str(len(rows) - without), str(without), "; ".join(reasons)]
 
     def prompt_choice(self) -> PromptChoice | None:
-        """The kernels that should attend to prompts on this device: the entry for the table
-        `kernels/prompt_choices.json`. None until prompts of the same sizes were measured by every
-        set that can serve, on an NVIDIA GPU.
+        """The kernels for attention of prompts on this device: the entry for the table
+        `kernels/prompt_choices.json`. None until every set that can serve was measured with prompts
+        of the same sizes, on an NVIDIA GPU.
         """
         results, about = self.results, self.results.about
         if about is None or not about.sm or not results.real:
@@ -198,9 +198,7 @@ class DeviceReport:
 
 
 def _goal_values(rows: Sequence[Row], goal: str) -> list[float]:
-    """The values for a goal: the rows' `share` figure where they have one, else their
-    fractions.
-    """
+    """The values for a goal: the rows' `share` figure if they have one, else their fractions."""
     if goal == "peer":
         return _peer_ratio(rows)
     values = []
@@ -212,7 +210,7 @@ def _goal_values(rows: Sequence[Row], goal: str) -> list[float]:
 
 
 def _peer_ratio(rows: Sequence[Row]) -> list[float]:
-    """Our tokens/s over the peer's on the same batch of requests, if both were measured."""
+    """Our tokens/s divided by the peer's on the same batch of requests, if both were measured."""
     rates: dict[str, float] = {}
     for row in rows:
         if row.goal in ("peer", "peer's") and "tokens_s" in row.figures:
@@ -245,7 +243,7 @@ def _programs(about: About) -> str:
 
 
 def _goal_cells(row: JsonObject) -> list[str]:
-    """A row of `DeviceReport.goals`."""
+    """Cells for a row of `DeviceReport.goals`."""
     goal = _GOALS[row["goal"]]
     sign = "<" if goal.most else ">="
     return [
@@ -260,12 +258,12 @@ def _goal_cells(row: JsonObject) -> list[str]:
 
 
 def _number(goal: _Goal, value: float) -> str:
-    """A ratio as such, a share in percent."""
+    """The value as text: a ratio as a number, a share in percent."""
     return f"{value:.2f}x" if goal is _GOALS["peer"] else f"{value:.1%}"
 
 
 def _cells(row: Row) -> list[str]:
-    """One row of a table."""
+    """Cells for one row of a table."""
     floor = _duration(row.floor_s)
     if floor:
         floor += f" ({row.bound})"
@@ -291,7 +289,7 @@ def _percent(value: float | None) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    """With a unit that suits; empty for None."""
+    """Seconds as text with a suitable unit; empty for None."""
     if seconds is None:
         return ""
     if seconds >= 1.0:
@@ -313,10 +311,10 @@ def _figure(name: str, value: float) -> str:
 
 
 def _times_of(rows: Sequence[Row], name: str) -> dict[str, float]:
-    """Seconds of each case of prompts by these kernels, of those that gave right answers."""
-    found = {}
+    """Seconds of each case of prompts by these kernels, for cases with right answers."""
+    seconds_by_case = {}
     for row in rows:
         by = row.by.partition(" ")[0]  # without the instructions: "flashinfer (fa3)"
         if (row.name, by) == ("prompt attention", name) and row.seconds is not None:
-            found[row.case] = row.seconds
-    return found
+            seconds_by_case[row.case] = row.seconds
+    return seconds_by_case

@@ -1,4 +1,4 @@
-"""Jobs, rows, floors and sizes of a device's measurement. Knows no jax.
+"""Jobs, rows, floors and sizes of a device's measurement, without jax.
 
 A floor is the least time that the device's own copy bandwidth and product rate, measured in the
 same run, allow for the bytes that must be moved and the operations that must be done (the roofline
@@ -19,9 +19,9 @@ import msgspec
 from jitney.engine.core import ModelConfig, tiny_config
 from jitney.engine.lab.simulation.roofline import SHAPES
 
-#: How the note of a row begins whose answers are not right.
+#: Start of the note in a row with wrong answers.
 _WRONG = "WRONG"
-#: Copies of a kernel's inputs that are rotated at most.
+#: Most copies of a kernel's inputs that are rotated.
 _MOST_COPIES = 8
 
 
@@ -33,7 +33,7 @@ class Floors(msgspec.Struct, frozen=True):
     launch_s: float  # one launch of an empty program, many in a row
 
     def of(self, moved: float, operations: float = 0.0) -> tuple[float, str]:
-        """(least seconds, what they go into): the larger of bytes over bandwidth and operations
+        """(least seconds, limiting resource): the larger of bytes over bandwidth and operations
         over rate.
         """
         by_bytes = moved / self.copy_bytes_s
@@ -44,7 +44,7 @@ class Floors(msgspec.Struct, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """The device and the programs, as the first part found them."""
+    """The device and the programs, as described by the first part."""
 
     device: str  # as jax names its kind
     platform: str  # cpu, gpu or tpu
@@ -53,8 +53,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # of weights and activations
     memory: int  # bytes that jax may use, 0: not known
     versions: dict[str, str]  # of the packages that decide the figures
-    #: The folder of what XLA measures to choose products by (`engine.core.executor.autotuning`);
-    #: empty where nothing is kept.
+    #: Folder of XLA's measurements for choosing products (`engine.core.executor.autotuning`); empty
+    #: if they are not stored.
     choices: str = ""
     sm: int = 0  # compute capability of an NVIDIA GPU, 90 for 9.0; 0: it is none
 
@@ -62,7 +62,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 class _CaseId(msgspec.Struct, frozen=True):
     """Names the case of a row."""
 
-    #: As in `Row`.
+    #: See `Row`.
     part: str
     name: str
     case: str
@@ -70,13 +70,13 @@ class _CaseId(msgspec.Struct, frozen=True):
 
 
 class PartJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The job of one part. Until the device has been described and its floors measured, the
-    shape may be "", dtype and kernels "auto".
+    """The job of one part. Until the device is described and its floors are measured, the shape may
+    be "", and dtype and kernels "auto".
     """
 
-    #: The part before all others: what the device is, and which programs run on it.
+    #: Name of the first part, which describes the device and its programs.
     ABOUT: ClassVar = "about"
-    #: The shape that is tried on a CPU.
+    #: Name of the shape for a CPU.
     TINY: ClassVar = "tiny"
 
     part: str  # `ABOUT`, or a key of `parts.PARTS`
@@ -101,25 +101,25 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> Floors:
-        """The floors, which every part but the first is given."""
+        """The floors, which every part except the first gets."""
         if self.floors is None:
             raise RuntimeError(f"part {self.part} was started without floors")
         return self.floors
 
     def row(self, name: str, case: str, by: str, goal: str = "") -> Row:
-        """A row of this part that has no figures yet."""
+        """A row of this part without figures."""
         return Row(part=self.part, name=name, case=case, by=by, goal=goal)
 
     def batch_row(self, streams: int, by: str, goal: str = "") -> Row:
-        """A row of the batch of equal requests that peers are given too; the same case for all
-        that answer it.
+        """A row for the batch of equal requests, which peers also get; the case is the same for all
+        engines.
         """
         n_prompt, n_output = self.sizes.batch
         case = f"{streams} streams, {self.dtype}, {n_prompt} + {n_output} tokens"
         return self.row("batch of equal requests", case, by, goal)
 
     def batch_tasks(self, by: str, goal: str, run: Callable[[int, Row], Iterator[Row]]) -> Tasks:
-        """A task for each number of streams; the goal is that of the first. run: with so many."""
+        """A task for each number of streams. goal: of the first one. run: called with a number."""
         others = [streams for streams in self.sizes.crowds if streams != self.sizes.streams]
         for streams in (self.sizes.streams, *others):
             counts = goal if streams == self.sizes.streams else ""
@@ -133,7 +133,7 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One measured figure."""
 
-    #: In the note of a case that time ran out for.
+    #: Note of a case for which no time was left.
     NO_TIME: ClassVar = "the time was up"
 
     part: str  # the part that measured it
@@ -154,32 +154,32 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of(self) -> _CaseId:
-        """Its case; two rows of the same case are two attempts."""
+        """The row's case; two rows of the same case are two attempts."""
         return _CaseId(self.part, self.name, self.case, self.by)
 
     @property
     def settled(self) -> bool:
-        """Whether it holds what was to be found out: a time, an error or other figures."""
+        """Whether it has a result: a time, an error or other figures."""
         return self.seconds is not None or self.error is not None or bool(self.figures)
 
     @property
     def wrong(self) -> bool:
-        """Whether it is of something that gave wrong answers."""
+        """Whether the answers were wrong."""
         return self.note.startswith(_WRONG)
 
     @property
     def fraction(self) -> float | None:
-        """The floor's share of the time."""
+        """The floor divided by the time."""
         if self.seconds is None or self.floor_s is None:
             return None
         return self.floor_s / self.seconds
 
     def noted(self, note: str) -> Row:
-        """The row of a case without figures, which counts for no goal."""
+        """A copy with a note and without figures, which counts for no goal."""
         return msgspec.structs.replace(self, note=note, goal="")
 
     def timed(self, samples: Sequence[float]) -> Row:
-        """The row with what these samples tell, in seconds."""
+        """A copy with the times of these samples, in seconds."""
         return msgspec.structs.replace(
             self,
             seconds=median(samples),
@@ -189,13 +189,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def as_wrong(self, why: str) -> Row:
-        """The row of a case that gave wrong answers."""
+        """A copy for a case with wrong answers."""
         return msgspec.structs.replace(self, note=f"{_WRONG}: {why}")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One case of a part. A case that raises becomes a row that says so."""
+    """One case of a part. If it raises, its row has the error as a note."""
 
     row: Row  # without figures
     run: Callable[[Row], Iterable[Row]]  # the rows that come of it, made of the one above
@@ -217,7 +217,7 @@ class Sizes:
     rows: tuple[int, ...]  # that are rotated and written
     product_rows: tuple[int, ...]  #: rows of products with a layer's matrices
     sampled: tuple[int, ...]  # rows of logits
-    #: Rows of decode steps, and of mixed ones, in which all kernels are proved.
+    #: Rows of decode steps, and of mixed ones, in which all kernels are checked.
     proved: tuple[tuple[int, ...], tuple[int, ...]]
     steps: tuple[tuple[int, ...], tuple[int, ...]]  # seats, the first group before all other work
     contexts: tuple[tuple[int, ...], tuple[int, ...]]  # of decode steps, short and long
@@ -235,7 +235,7 @@ class Sizes:
 
     @classmethod
     def on(cls, platform: str) -> Sizes:
-        """Those that suit a platform, as jax names it, whatever shape is measured."""
+        """The sizes for a platform (jax's name), for any shape."""
         return _SMALL if platform == "cpu" else _LARGE
 
 
@@ -279,7 +279,7 @@ _LARGE = Sizes(
     batch=(256, 256),
     token_budget=2048,
     sample_s=0.02,
-    # Four times the second-level cache of an H100, so that no repeat finds its data there.
+    # Four times the L2 cache of an H100, so that no repeat finds its data in it.
     cache_bytes=1 << 28,
 )
 _SMALL = Sizes(

@@ -1,8 +1,8 @@
-"""`jitney bench device`: every part in a process of its own, in the order of what matters most,
-until the time is up.
+"""Runs `jitney bench device`: every part in its own process, the most important first, until the
+time is up.
 
-What was found is saved after every row, so that a lease that ends early leaves what was measured,
-and a later call goes on from there.
+Results are saved after every row, so that they survive a lease that ends early, and a later call
+continues from there.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row
 from jitney.engine.lab.device.worker import PartMessage
 
-#: Seconds of one part, its process ended then: by these and `DevicePlan.TOTAL_S` a lease of half an
-#: hour holds the whole, and a call of ten minutes at least one part.
+#: Timeout of one part, seconds. With this and `DevicePlan.TOTAL_S`, all parts fit into a lease of
+#: half an hour, and at least one part into a call of ten minutes.
 _PART_S = 300.0
-#: In a short call nothing takes all: of the call, for the part `check`; of what is left, for a part
-#: that others wait behind.
+#: Limits in a short call: share of the call for the part `check`; share of the remaining time for a
+#: part with others after it.
 _CHECK_SHARE, _PART_SHARE = 1 / 3, 1 / 2
-#: Of a part's time: no case is begun in the last of it, which is for the one under way.
+#: Last share of a part's time in which no case begins, so that the running one can end.
 _LAST_CASE = 0.25
-#: Less time than this is not worth starting a process for.
+#: Least seconds for which a process is started.
 _LEAST_S = 5.0
 _Start = Callable[[PartJob, Mapping[str, str]], Iterator[PartMessage]]
 _Report = Callable[[str], None]
 
 
 class _ResultStore(Protocol):
-    """Where results are kept."""
+    """Stores results."""
 
     def take_up(self, results: DeviceResults) -> None:
-        """Put what an earlier call measured into the results, once the device is known."""
+        """Add an earlier call's measurements to the results, once the device is known."""
         ...
 
     def save(self, results: DeviceResults) -> object:
-        """Keep them."""
+        """Store the results."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The parts to measure, and how. Raises ConfigError, which lists the parts, for an unknown
-    one.
+    """The parts to measure, and their settings. Raises ConfigError with the list of parts for an
+    unknown one.
     """
 
     #: Seconds of all parts together.
@@ -78,11 +78,11 @@ class DevicePlan:
     def measure(
         self, store: _ResultStore, report: _Report, start: _Start | None = None
     ) -> DeviceResults:
-        """Run the parts that no earlier call has finished; saved after every row, `report` is
-        called with a line of progress.
+        """Run the parts that no earlier call has finished. Results are saved after every row, and
+        `report` is called with lines of progress.
 
-        start: runs a job, in a process of its own by default. Raises JitneyError if the device
-        cannot be described or its floors cannot be measured, ConfigError for a shape too large.
+        start: runs a job, by default in a separate process. Raises JitneyError if the device cannot
+        be described or its floors cannot be measured, ConfigError if the shape is too large.
         """
         measuring = _Measuring(DeviceResults(self), store, report, start or _run_apart)
         measuring.describe()
@@ -92,8 +92,8 @@ class DevicePlan:
         return measuring.results
 
     def parts(self) -> Iterator[str]:
-        """The parts in order, that of `only` if it is given; first the smoke, and the floors that
-        others are compared with.
+        """The parts in order, or in that of `only` if it is set. The smoke test and the floors,
+        with which others are compared, come first.
         """
         first = ["smoke"]
         if any(PARTS[part].needs_floors for part in self.only):
@@ -103,7 +103,7 @@ class DevicePlan:
 
 @dataclass(slots=True)
 class DeviceResults:
-    """The results so far, of this call and of those before it."""
+    """The results so far, of this call and of earlier ones."""
 
     plan: DevicePlan
     about: About | None = None  #: of the device; None until it was asked
@@ -112,12 +112,12 @@ class DeviceResults:
     seconds: float = 0.0  # of all calls
     before: float = 0.0  # of those before this one
     calls: int = 1
-    #: Parts that left nothing undone.
+    #: Parts that are complete.
     finished: list[str] = field(default_factory=list)
 
     @property
     def shape(self) -> str:
-        """The shape that is measured: what was asked for, else by the device."""
+        """The measured shape: the requested one, else the default for the device."""
         if self.plan.shape:
             return self.plan.shape
         if self.about is None or self.about.platform == "cpu":
@@ -126,12 +126,12 @@ class DeviceResults:
 
     @property
     def device(self) -> str:
-        """Its name."""
+        """Name of the device."""
         return self.about.device if self.about else "unknown"
 
     @property
     def real(self) -> bool:
-        """Whether goals are judged: not on a shape that only shows that all of it runs."""
+        """Whether goals are judged; not for the tiny shape, which only tests that all parts run."""
         return self.shape != PartJob.TINY
 
     @property
@@ -145,7 +145,7 @@ class DeviceResults:
         return [row for row in self.rows if row.wrong]
 
     def job(self, part: str, limit_s: float) -> PartJob:
-        """The job of a part, with what the first part found. limit_s: it is ended then."""
+        """The job of a part, with the first part's results. limit_s: its timeout."""
         plan, about = self.plan, self.about
         shape, dtype, kernels = plan.shape, plan.dtype, plan.kernels
         if about is not None:
@@ -165,21 +165,21 @@ class DeviceResults:
         )
 
     def add(self, row: Row) -> None:
-        """A row, in the place of an earlier attempt at the same."""
+        """Add a row, which replaces an earlier attempt at the same case."""
         self.rows = [old for old in self.rows if old.of != row.of or old.settled]
         self.rows.append(row)
 
 
 @dataclass(slots=True)
 class _Measuring:
-    """One call under way."""
+    """One running call."""
 
     results: DeviceResults
     store: _ResultStore
     report: _Report
     start: _Start
     started: float = field(default_factory=time.monotonic)
-    #: Whether a part leaves some of the time to those behind it.
+    #: Whether a part leaves some of the time to later ones.
     shares: bool = True
 
     @property
@@ -188,7 +188,7 @@ class _Measuring:
         return self.results.plan.seconds - (time.monotonic() - self.started)
 
     def describe(self) -> None:
-        """Ask what the device is, and take up what is known of it."""
+        """Run the part that describes the device, and load its earlier results."""
         for message in self.start(
             self.results.job(PartJob.ABOUT, _PART_S), self.results.plan.environment
         ):
@@ -199,7 +199,7 @@ class _Measuring:
             self.report(f"measured before: {', '.join(self.results.finished)}")
 
     def run(self, part: str) -> None:
-        """A part, unless it is finished."""
+        """Run a part unless it is finished."""
         results = self.results
         if part in results.finished:
             return
@@ -218,7 +218,7 @@ class _Measuring:
         self._save()
 
     def run_rest(self) -> None:
-        """Once more the parts that were cut short for others, each with all that is left."""
+        """Run parts again that were shortened for others, each with all of the remaining time."""
         self.shares = False
         results = self.results
         for part in results.plan.parts():
@@ -233,7 +233,7 @@ class _Measuring:
         self.store.save(self.results)
 
     def _messages(self, part: str) -> Iterator[PartMessage]:
-        """Messages of a part; a row with the reason, if it was not begun."""
+        """Messages of a part; a row with the reason if it was not started."""
         results = self.results
         assert results.about is not None  # else nothing is measured
         platform = results.about.platform
@@ -249,7 +249,7 @@ class _Measuring:
         yield from self.start(results.job(part, limit_s), environment)
 
     def _limit_of(self, part: str) -> float:
-        """Seconds after which its process is ended."""
+        """Timeout of a part's process, seconds."""
         plan = self.results.plan
         if part == "floors":
             return _PART_S
@@ -280,12 +280,12 @@ class _Measuring:
 
 
 def _note(part: str, case: str, why: str) -> PartMessage:
-    """A row for a part that has no figures."""
+    """A message with a row without figures."""
     return PartMessage(row=Row(part=part, name=PARTS[part].about, case=case, by="", note=why))
 
 
 def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Variables with what the environment already says in front."""
+    """Environment variables, each with its present value in front."""
     return {name: f"{os.environ.get(name, '')} {text}".strip() for name, text in wanted.items()}
 
 
@@ -299,8 +299,8 @@ def _outcome(row: Row) -> str:
 
 
 def _check(results: DeviceResults, report: _Report) -> None:
-    """Say on what this runs; refuse a shape that a CPU cannot be asked for, and to measure the
-    reference unless it was asked for.
+    """Report the device. Refuse a shape that is too large for a CPU, and the reference kernels
+    unless they were requested.
     """
     about = results.about
     if about is None:
@@ -329,8 +329,8 @@ def _check(results: DeviceResults, report: _Report) -> None:
 
 
 def _run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMessage]:
-    """A job in a process of its own, which ends at the job's limit. What it says last on standard
-    error becomes a row's note if it dies.
+    """Run a job in a separate process with the job's timeout. If it dies, the last line of its
+    standard error becomes a row's note.
     """
     until = time.monotonic() + job.limit_s
     with tempfile.TemporaryFile() as errors:
@@ -364,18 +364,18 @@ def _start_worker(
         env={**os.environ, **environment},
     )
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it died at once: its status says so
+    with suppress(BrokenPipeError):  # it died at once, as its status shows
         process.stdin.write(msgspec.json.encode(job))
         process.stdin.close()
     return process
 
 
 def _read_lines(stream: IO[bytes], until: float) -> Iterator[PartMessage]:
-    """The lines until the stream ends; TimeoutError if that is after `until` (monotonic)."""
+    """The messages until the stream ends. Raises TimeoutError at time.monotonic() `until`."""
     lines: queue.Queue[bytes] = queue.Queue()
 
     def copy_lines() -> None:
-        """Every line, then an empty one."""
+        """Copy every line, then an empty one."""
         for line in stream:
             lines.put(line)
         lines.put(b"")
@@ -388,7 +388,7 @@ def _read_lines(stream: IO[bytes], until: float) -> Iterator[PartMessage]:
             raise TimeoutError from None
         if not text:
             return
-        if text.startswith(b"{"):  # a library may print what it likes
+        if text.startswith(b"{"):  # libraries may print other lines
             yield msgspec.json.decode(text, type=PartMessage)
 
 

@@ -1,10 +1,9 @@
-"""The files of `jitney bench device`: a second call goes on where the first one stopped, and no
-call overwrites what another one measured.
+"""The files of `jitney bench device`: a second call continues where the first one stopped, and no
+call overwrites another one's measurements.
 
-One measurement is one JSON file and its page. A call takes a file up if it is of the same device,
-programs, shape and page size; else, and with `again`, it begins a file of its own. What XLA
-measured on a GPU lies beside them, and so does the table of whose kernels attend to prompts, with
-this card's entry.
+One measurement is a JSON file and its page. A call continues a file of the same device, programs,
+shape and page size; otherwise, and with `again`, it begins a new file. The same folder holds XLA's
+measurements on a GPU, and the table of the kernels for attention of prompts with this card's entry.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from jitney.kernels.prompt_choices import PromptChoices
 
 
 class _Saved(msgspec.Struct):
-    """The fields of a file that are read; the rest follows from them."""
+    """The fields that are read from a file; all others follow from them."""
 
-    #: What must be alike for a later call to go on with it.
+    #: Facts that must be equal for a later call to continue it.
     key: JsonDict
     floors: Floors | None
-    #: Parts that left nothing undone.
+    #: Parts that are complete.
     finished: list[str]
     rows: list[Row]
-    #: Of all calls so far, and how many there were.
+    #: Seconds of all calls so far, and their number.
     seconds: float
     calls: int
 
 
-#: What a call leaves in its folder, which `ResultFiles.bring` hands to another.
+#: Files that a call leaves in its folder, and that `ResultFiles.bring` copies to another.
 _LEFT = ("device_*.json", "device_*.md", "autotuned_*.tar.gz", PromptChoices.file.name)
 
 
 class ResultFiles:
-    """Where one call keeps its results."""
+    """The folder and files in which a call stores its results."""
 
     def __init__(self, folder: Path, *, again: bool = False):
         self._folder, self._again = folder, again
@@ -55,23 +54,21 @@ class ResultFiles:
         self._choices: _Choices | None = None
 
     def bring(self, earlier: Path) -> None:
-        """Copy what a call left in the folder `earlier`, but nothing over what is there.
-        ConfigError if it left nothing, or the folder cannot be written to.
+        """Copy a call's files from the folder `earlier`, without overwriting any. Raises
+        ConfigError if there are none, or if the folder cannot be written to.
         """
-        found = [path for pattern in _LEFT for path in sorted(earlier.glob(pattern))]
-        if not found:
+        files = [path for pattern in _LEFT for path in sorted(earlier.glob(pattern))]
+        if not files:
             raise ConfigError(f"--from {earlier}: there are no results of an earlier call")
         try:
-            for path in found:
+            for path in files:
                 if not (self._folder / path.name).exists():
                     shutil.copyfile(path, self._folder / path.name)
         except OSError as error:
             raise ConfigError(f"--from {earlier}: {error.strerror or error}") from None
 
     def take_up(self, results: DeviceResults) -> None:
-        """Choose the file, now that the device is known; what it holds already goes into
-        `results`.
-        """
+        """Choose the file once the device is known, and add its contents to `results`."""
         if results.about is not None and results.about.choices:
             name = results.about.choices
             self._choices = _Choices(self._folder, compilation_cache_dir(), name)
@@ -95,9 +92,9 @@ class ResultFiles:
             number += 1
 
     def save(self, results: DeviceResults) -> tuple[Path, Path] | None:
-        """Write all files, each whole or not at all; None before the device is known.
+        """Write all files, each atomically; None before the device is known.
 
-        ConfigError if the folder cannot be written to, or holds another table of that name.
+        Raises ConfigError if the folder cannot be written to, or holds a different table.
         """
         if self._file is None:
             return None
@@ -119,7 +116,7 @@ class ResultFiles:
         return self._file, page
 
     def _save_prompt_choice(self, report: DeviceReport) -> None:
-        """The table of whose kernels attend to prompts, with what this card measured."""
+        """Write the table of kernels for attention of prompts, with this card's measurement."""
         choice = report.prompt_choice()
         if choice is None:
             return
@@ -129,23 +126,23 @@ class ResultFiles:
 
 
 class _Choices:
-    """XLA's measurements to choose a GPU's products by: the archive of one card and release, and
-    the folder that XLA fills and reads.
+    """XLA's measurements for choosing a GPU's products: the archive for one card and release, and
+    the folder that XLA reads and writes.
 
-    A machine that is lent takes its folders with it when it goes. The archive holds the folder that
-    `engine.core.executor.autotuning` names, so unpacked into `engine/core/executor/autotuned` it is
-    shipped.
+    A rented machine's folders are lost with it, so the archive holds the folder that
+    `engine.core.executor.autotuning` names; unpacked into `engine/core/executor/autotuned`, it
+    becomes part of the package.
     """
 
     def __init__(self, folder: Path, programs: Path, name: str):
-        """folder: of the results; programs: of all compiled programs; name: of the card's own."""
+        """folder: of the results. programs: of all compiled programs. name: the card's folder."""
         self._name = name
         self._measured = programs / name / RESULTS
         self._archive = folder / f"autotuned_{name}.tar.gz"
         self._packed: list[str] = []
 
     def take_up(self) -> None:
-        """Put what an earlier call measured where XLA reads it, but nothing over what is there."""
+        """Copy an earlier call's measurements to XLA's folder, without overwriting any."""
         if not self._archive.is_file():
             return
         self._measured.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -159,7 +156,7 @@ class _Choices:
                     (self._measured / file).write_bytes(content.read())
 
     def save(self) -> None:
-        """Write the archive, whole or not at all, if there is something new. Raises OSError."""
+        """Write the archive atomically if there are new measurements. Raises OSError."""
         if not self._measured.is_dir():
             return
         files = sorted(path.name for path in self._measured.iterdir() if path.is_file())
@@ -173,13 +170,13 @@ class _Choices:
         self._packed = files
 
 
-#: The packages that make our programs: with another version of one, figures may be others. Peers
-#: are not among them, nor is the memory of the machine at hand, which differs by some bytes.
+#: Packages that compile our programs: another version may give other figures. Peers are not among
+#: them, nor is the machine's memory, which differs by some bytes.
 _MAKERS = ("jitney", "jax", "jaxlib", "jax-triton", "triton", "libtpu")
 
 
 def _key_of(results: DeviceResults) -> JsonDict:
-    """The facts that decide figures: two calls of one measurement agree in them."""
+    """The facts on which figures depend; they are equal for all calls of one measurement."""
     plan, about = results.plan, results.about
     assert about is not None  # else there is no file
     return {

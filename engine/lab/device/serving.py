@@ -1,5 +1,5 @@
-"""`jitney serve` on random weights of the measured shape: the time until it is ready, and what it
-answers over HTTP. Knows no jax.
+"""Measures `jitney serve` on random weights of the measured shape: the time until it is ready, and
+its throughput over HTTP. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BY = "jitney serve"
 _PACKAGES = ("httpx", "starlette", "uvicorn", "zmq", "prometheus_client", "tokenizers")
 #: Requests for each stream.
 _TURNS = 2
-#: Context that the trial requests of a bench need: its prose, a token a letter.
+#: Context that the trial requests of a bench need: its prose with one token per letter.
 _TRIAL_TOKENS = 512
-#: Load clients: one is near a core's limit at some thousand tokens a second.
+#: Load clients; one is near a core's limit at a few thousand tokens a second.
 _CLIENTS = 4
 
 
 def serving(job: PartJob) -> Tasks:
-    """Two starts, the second of which finds what the first has compiled; then the streams."""
+    """Two starts, the second with the programs that the first has compiled; then the streams."""
     row = job.row("ready, first start", f"{job.shape}, {job.dtype}", _BY)
     yield from where_installed(iter([Task(row, partial(_serve_rows, job))]), *_PACKAGES)
 
@@ -75,7 +75,7 @@ def _server_of(job: PartJob, folder: str) -> Peer:
 
 
 def _load_row(job: PartJob, url: str, streams: int) -> Row:
-    """So many streams of equal requests, always open."""
+    """Measure `streams` equal requests that are always open."""
     n_prompt, n_output = job.sizes.batch
     arrivals = [Arrival(0.0, n_prompt, n_output)] * (_TURNS * streams)
     clients = min(_CLIENTS, streams)
@@ -92,8 +92,8 @@ def _load_row(job: PartJob, url: str, streams: int) -> Row:
 
 
 def _write_model(job: PartJob, folder: Path) -> None:
-    """A model folder without weights: its configuration, and a tokenizer of as many tokens, of
-    which texts use those of one byte.
+    """Write a model folder without weights: its configuration, and a tokenizer with the same
+    vocabulary size, which encodes texts as single bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

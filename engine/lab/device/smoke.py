@@ -1,5 +1,5 @@
-"""Whether this machine runs what all other parts need: the compiler, a kernel of the set, and steps
-that are launched again and again, as a GPU's graph. Seconds, not minutes.
+"""Smoke test of the requirements of all other parts: the compiler, a kernel of the set, and a
+repeatedly launched program, as a GPU's graph. It takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jitney.kernels.attention_cases import CASES
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof
 
-#: Products in a row, and rows of them: XLA makes a graph of five commands or more.
+#: Number of chained products, and their rows: XLA makes a graph of five commands or more.
 _PRODUCTS, _SIDE = 8, 128
 #: The first run records a graph, later ones launch it.
 _RUNS = 3
@@ -53,7 +53,7 @@ def _smoke_row(kernels: KernelSet, dtype: str, row: Row) -> Iterator[Row]:
 
 
 def _graph_error() -> float:
-    """Distance of a chain of products from numpy's, after several runs of one program."""
+    """Error of a chain of products against numpy's, after several runs of one program."""
     rng = np.random.default_rng(0)
     start, weights = rng.standard_normal((2, _SIDE, _SIDE)) / np.sqrt(_SIDE)
 
@@ -63,9 +63,9 @@ def _graph_error() -> float:
             x = jnp.tanh(x @ w)
         return x
 
-    wanted, result = start, jnp.asarray(start, jnp.float32)
+    expected, result = start, jnp.asarray(start, jnp.float32)
     for _ in range(_RUNS):
         result = chain(result, jnp.asarray(weights, jnp.float32))
         for _ in range(_PRODUCTS):
-            wanted = np.tanh(wanted @ weights)
-    return float(np.linalg.norm(np.asarray(result) - wanted) / np.linalg.norm(wanted))
+            expected = np.tanh(expected @ weights)
+    return float(np.linalg.norm(np.asarray(result) - expected) / np.linalg.norm(expected))

@@ -1,4 +1,4 @@
-"""The kernels of one decode step and what each takes, by jax's profiler."""
+"""Measures the time of each kernel in a decode step, by jax's profiler."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from jitney.kernels.interface import KernelSet
 
 #: Steps under the profiler.
 _STEPS = 8
-#: Kernels that have a row of their own, those that take most.
+#: Most kernels with their own row; those with the most time.
 _MOST_KERNELS = 40
 #: Characters of a kernel's name that are shown.
 _NAME = 80
-#: Where a trace has what ran: on a device each stream is a line; a CPU's are the lines of its
-#: thread pool.
+#: Names in a trace: prefix of a device's plane, where each stream is a line; plane of a CPU, and
+#: prefix of the lines of its thread pool.
 _DEVICE, _HOST, _CPU_LINE = "/device:", "/host:CPU", "tf_XLA"
-#: Events of a CPU's lines that hold others, or mark their end.
+#: Names of a CPU's events that contain others, or mark their end.
 _AROUND = ("ThunkExecutor", "end: ")
 
 
 @dataclass(slots=True)
 class _Spent:
-    """The seconds that one kernel took, run by run."""
+    """The seconds of each run of one kernel."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class _Spent:
 
 
 def step_kernels(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """The decode step of most seats among the first, at the longest of the short contexts."""
+    """The decode step with the most seats of the first group, at the longest short context."""
     seats, context = max(job.sizes.steps[0]), max(job.sizes.contexts[0])
     model = RandomModel(job.config, sets[0], dtype)
     bucket = Bucket(seats, seats)
@@ -75,7 +75,7 @@ def _kernel_rows(get: Any, case: StepCase, row: Row) -> Iterator[Row]:
 
 
 def _profiled(bench: StepBench, case: StepCase) -> dict[str, _Spent]:
-    """The seconds of each kernel in `_STEPS` steps, by its name."""
+    """Name of a kernel -> its seconds in `_STEPS` steps."""
     runner = bench.runner
     plan = case.plan(0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.programs.runs_greedy_only(case.bucket, True)
@@ -90,7 +90,7 @@ def _profiled(bench: StepBench, case: StepCase) -> dict[str, _Spent]:
 
 
 def _spent_in(trace: Any) -> dict[str, _Spent]:
-    """By kernel, from jax's `ProfileData`."""
+    """Name of a kernel -> its seconds, from jax's `ProfileData`."""
     spent: dict[str, _Spent] = defaultdict(_Spent)
     for event in _events_of(list(trace.planes)):
         spent[event.name].seconds.append(1e-9 * event.duration_ns)

@@ -1,8 +1,8 @@
-"""Whole steps of a model with random weights made on the device, through the engine's own runner.
+"""Measures whole steps of a model with random weights, through the engine's own runner.
 
-Bytes of a step: every weight but the embedding table once (a tied one is the head: once), of the
-table the rows looked up, each sequence's keys and values once, the step's own written once.
-Operations as `engine.lab.simulation.roofline` counts them.
+Bytes of a step: every weight except the embedding table once (a tied table counts once, as the
+head), the looked-up rows of the table, each sequence's keys and values once, and the step's own
+ones written once. Operations are counted as in `engine.lab.simulation.roofline`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from jitney.engine.lab.device.timing import repeated
 from jitney.engine.lab.simulation.roofline import ModelCost
 from jitney.kernels.interface import KernelSet
 
-#: Of the memory that jax may use: left for temporaries, fragments and uploads.
+#: Share of jax's memory that is left free for temporaries, fragments and uploads.
 _SPARE = 0.08
-#: KV positions at most: enough for 256 sequences of 1k, and for 8 of 32k.
+#: Most KV positions: enough for 256 sequences of 1k, and for 8 of 32k.
 _MOST_POSITIONS = 1 << 18
-#: Positions where the device does not say what memory it has.
+#: KV positions if the device does not report its memory.
 _FEW_POSITIONS = 1 << 10
-#: Programs compiled side by side.
+#: Programs that are compiled in parallel.
 _THREADS = 8
 
 #: Bytes.
@@ -57,7 +57,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """A model with random weights, and the kernels that it runs on."""
+    """A model with random weights, and its kernels."""
 
     config: ModelConfig
     kernels: KernelSet
@@ -66,18 +66,18 @@ class RandomModel:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number that is not packed."""
+        """Bytes per number that is not packed."""
         return jnp.dtype(self.dtype).itemsize
 
     def make(self, kv: str = "auto") -> Model:
-        """It, with keys and values as `kv` says: auto, or one of KV_TYPES."""
+        """Build the model. kv: format of keys and values: auto, or one of KV_TYPES."""
         config, dtype = self.config, self.dtype
         return fill_at_random(abstract_model(config, dtype=dtype, weights=self.weights, kv=kv))
 
 
 @dataclass
 class StepBench:
-    """A runner over random weights, and what a step of it must move."""
+    """A runner with random weights, and the bytes that its steps must move."""
 
     runner: Runner
     cost: ModelCost
@@ -89,10 +89,10 @@ class StepBench:
 
     @classmethod
     def of(cls, job: PartJob, wanted: RandomModel, buckets: Buckets, context: int) -> StepBench:
-        """A runner that has compiled nothing yet, with as many pages as fit, up to what the cases
-        need.
+        """A runner without compiled programs, with as many pages as fit, at most as many as the
+        cases need.
         """
-        gc.collect()  # the arrays of the one before it may hang in cycles
+        gc.collect()  # reference cycles may keep the previous runner's arrays alive
         config, kernels = wanted.config, wanted.kernels
         model = wanted.make()
         model.pack(kernels)
@@ -115,7 +115,7 @@ class StepBench:
         )
 
     def compile(self, buckets: Sequence[Bucket]) -> None:
-        """Compile the greedy step of these buckets, side by side."""
+        """Compile the greedy step of these buckets in parallel."""
         kinds = [
             (bucket, self.runner.programs.runs_greedy_only(bucket, True)) for bucket in buckets
         ]
@@ -127,14 +127,14 @@ class StepBench:
         return self.weight_bytes + rows * self.embed_bytes + (work.keys + rows) * self.row_bytes
 
     def operations(self, bucket: Bucket, work: StepWork) -> float:
-        """Least operations: of its rows, not of its padding."""
+        """Least operations: those of its rows, without padding."""
         sampled = min(bucket.seats, work.decode or 1)
         return sum(self.cost.operations(work.decode + work.prompt, sampled, work))
 
 
 def _at_random(kept: Any, layer: int) -> Any:
-    """A pool of random numbers in the place of one of zeros, which a device computes with less
-    power and so faster; what recurrent layers keep stays as it is.
+    """A pool of random numbers instead of zeros, with which a device needs less power and is
+    faster; recurrent state stays unchanged.
     """
     if not isinstance(kept, jax.Array):
         return kept
@@ -146,7 +146,7 @@ def _at_random(kept: Any, layer: int) -> Any:
 
 
 def _unread_bytes(wanted: RandomModel) -> int:
-    """Bytes of weights that a step does not read: the embedding table where it is not the head."""
+    """Bytes of weights that a step does not read: the embedding table, unless it is the head."""
     config = wanted.config
     if config.tie_embeddings:
         return 0
@@ -154,7 +154,7 @@ def _unread_bytes(wanted: RandomModel) -> int:
 
 
 def _pages_for(job: PartJob, buckets: Buckets, row_bytes: int, held: int) -> int:
-    """held: bytes of the weights. ConfigError if they leave no room."""
+    """Pages that fit. held: bytes of the weights. Raises ConfigError if they leave no room."""
     wanted = _MOST_POSITIONS + buckets.seats * job.page_size
     pages = min(wanted, _free_positions(row_bytes)) // job.page_size
     if pages < 2:
@@ -163,7 +163,7 @@ def _pages_for(job: PartJob, buckets: Buckets, row_bytes: int, held: int) -> int
 
 
 def _free_positions(row_bytes: int) -> int:
-    """KV positions that fit beside what the device holds now."""
+    """KV positions that fit into the device's free memory."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return _FEW_POSITIONS
@@ -171,8 +171,8 @@ def _free_positions(row_bytes: int) -> int:
 
 
 def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[float], StepWork]:
-    """Seconds of a made-up step, many in flight, its upload included. RuntimeError if its logits
-    are not finite.
+    """(seconds of a made-up step with its upload, its work), with many steps in flight. Raises
+    RuntimeError if its logits are not finite.
     """
     runner = bench.runner
     plan = case.plan(0, bench.page_size)
@@ -191,7 +191,7 @@ def _step_row(
     case: StepCase,
     row: Row,
 ) -> Iterator[Row]:
-    """One step; `group` is compiled together with its bucket."""
+    """Measure one step; `group` is compiled together with its bucket."""
     bench = get()
     wanted = _room_of(case, bench.page_size)
     if wanted > bench.positions:
@@ -205,21 +205,21 @@ def _step_row(
 
 
 def _no_room(bench: StepBench, wanted: int) -> str:
-    """wanted: KV positions."""
+    """Note for a pool that is too small. wanted: KV positions."""
     needed = wanted * bench.row_bytes / _GIB
     room = bench.positions * bench.row_bytes / _GIB
     return f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
 
 
 def _room_of(case: StepCase, page: int) -> int:
-    """KV positions in whole pages."""
+    """KV positions of a case, in whole pages."""
     lengths = [length + 1 for length in case.decode]
     lengths += [start + count for start, count in case.prompts]
     return sum(math.ceil(length / page) * page for length in lengths)
 
 
 def short_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Decode steps of few seats and short contexts: what the goal is about."""
+    """Decode steps of few seats and short contexts, which count for the goal."""
     model, sizes = RandomModel(job.config, sets[0], dtype), job.sizes
     yield from _decode_tasks(job, model, sizes.steps[:1], sizes.contexts[0])
 
@@ -231,7 +231,7 @@ def long_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tas
 
 
 def library_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Decode steps of the weights that cuBLASLt multiplies as they are."""
+    """Decode steps with weight formats that cuBLASLt multiplies directly."""
     yield from short_steps(job, sets, dtype)
     yield from _narrow_steps(job, sets[0], dtype, "fp8")
 
@@ -254,7 +254,7 @@ def _decode_tasks(
     contexts: Sequence[int],
     later: Sequence[int] = (),
 ) -> Tasks:
-    """Every seat count of every group at `contexts`; from the second group on, at `later` too."""
+    """Every seat count of every group at `contexts`; from the second group on, also at `later`."""
     longest = max((*contexts, *later)) + job.page_size
     get = cache(partial(StepBench.of, job, model, _decode_buckets(groups), longest))
     wanted = set(contexts)
@@ -278,20 +278,20 @@ def _decode_row(job: PartJob, model: RandomModel, seats: int, context: int) -> R
 
 
 def _decode_buckets(groups: Sequence[Sequence[int]]) -> Buckets:
-    """For so many seats, and one that prompts fit in."""
+    """Decode buckets for these seats, and one bucket for prompts."""
     sizes = sorted(itertools.chain.from_iterable(groups))
     decode = tuple(Bucket(seats, seats) for seats in sizes)
     return Buckets(decode, (Bucket(2 * sizes[-1], sizes[-1]),))
 
 
 def _goal_of(job: PartJob, seats: int, context: int) -> str:
-    """That a step with plain weights counts for; empty: none."""
+    """The goal for which a step with plain weights counts; empty for none."""
     short = seats <= 32 and context <= 1024
     return "step" if short and job.part not in ("graphs", "cublas") else ""
 
 
 def prefill_steps(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
-    """Steps of one prompt, whole."""
+    """Steps of one complete prompt."""
     kernels, sizes = sets[0], sorted(job.sizes.prefill)
     seats = min(8, sizes[0] // 2)
     buckets = Buckets((Bucket(1, 1),), tuple(Bucket(rows, seats) for rows in sizes))

@@ -1,9 +1,9 @@
-"""Timing of device work: long calls, many of them in flight, one wait at the end.
+"""Times device work with long calls, many of them in flight, and one wait at the end.
 
-A call holds enough repeats of the work, each fed by the one before, that launching it costs little
-beside it; the next call is launched while the last one runs, so launches are hidden rather than
-subtracted. Inputs rotate among copies that together exceed the device's cache, and are random:
-zeros can run faster than data.
+A call has so many repeats of the work, each with the previous one's result as input, that its
+launch costs little in comparison. The next call is launched while the last one runs, so launches
+are hidden, not subtracted. Inputs rotate among copies that together exceed the device's cache, and
+are random, since zeros can run faster.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 from jitney.engine.lab.device.rows import Floors, Sizes
 
 _REPEATS = 7
-#: Device seconds that one call should take at least, by its floor.
+#: Least device seconds of one call, by its floor.
 _CALL_S = 1e-3
-#: Repeats of the work that one call may hold.
+#: Most repeats of the work in one call.
 _MOST_UNROLLED = 16
 
 
@@ -51,8 +51,8 @@ def timed(
 
 
 def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[float]:
-    """Seconds of one call, REPEATS times: as many calls in flight as make up `sample_s`, then one
-    wait.
+    """Seconds of one call, measured REPEATS times with as many calls in flight as take `sample_s`,
+    then one wait.
     """
     carry = jax.block_until_ready(call(carry))
     carry, one = _seconds_of(call, carry, 1)
@@ -65,7 +65,7 @@ def repeated(call: Callable[[Any], Any], carry: Any, sample_s: float) -> list[fl
 
 
 def _seconds_of(call: Callable[[Any], Any], carry: Any, calls: int) -> tuple[Any, float]:
-    """(what the last call returned, seconds of them all)."""
+    """(result of the last call, seconds of all calls)."""
     started = time.perf_counter()
     for _ in range(calls):
         carry = call(carry)
@@ -74,7 +74,7 @@ def _seconds_of(call: Callable[[Any], Any], carry: Any, calls: int) -> tuple[Any
 
 
 def measure_floors(sizes: Sizes, dtype: DTypeLike) -> Floors:
-    """Copying, multiplying and launching, as fast as this device does them."""
+    """Measure the device's rates of copying, multiplying and launching."""
     add_one = jax.jit(lambda x: x + 1, donate_argnums=0)
     words = jax.random.normal(jax.random.key(0), (sizes.copy_bytes // 4,), jnp.float32)
     copying = repeated(add_one, words, sizes.sample_s)
@@ -89,7 +89,7 @@ def measure_floors(sizes: Sizes, dtype: DTypeLike) -> Floors:
 
 def _time_products(sizes: Sizes, dtype: DTypeLike) -> list[float]:
     side = sizes.product_side
-    # Entries of variance 1 / side: a chain of products neither vanishes nor overflows.
+    # Entries have variance 1 / side, so that a chain of products neither vanishes nor overflows.
     a, b = (
         jax.random.normal(key, (side, side), dtype) / jnp.sqrt(side).astype(dtype)
         for key in jax.random.split(jax.random.key(0))
@@ -103,6 +103,6 @@ def _time_products(sizes: Sizes, dtype: DTypeLike) -> list[float]:
 
 @jax.jit
 def distance(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-    """||ours - theirs|| / ||theirs||; NaN where either holds one."""
+    """||ours - theirs|| / ||theirs||; NaN if either contains NaN."""
     wide, reference = ours.astype(jnp.float32), theirs.astype(jnp.float32)
     return jnp.linalg.norm((wide - reference).ravel()) / jnp.linalg.norm(reference.ravel())

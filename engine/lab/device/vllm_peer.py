@@ -1,5 +1,5 @@
-"""vLLM, where it is installed, on the batches of requests that our engine is given: the same shape,
-random weights, greedy, answers of exactly so many tokens. Knows no jax.
+"""Measures vLLM, if installed, on the batches of requests of our engine: the same shape, random
+weights, greedy, answers of fixed length. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BY = "vLLM"
 
 
 def batching(job: PartJob) -> Tasks:
-    """`LLM.generate`, as many requests as streams, all at once."""
+    """`LLM.generate` with as many simultaneous requests as streams."""
     get = cache(partial(_make_engine, job))
     yield from where_installed(job.batch_tasks(_BY, "", partial(_batch_row, job, get)), "vllm")
 
@@ -39,7 +39,7 @@ def _batch_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) -> 
 
 
 def _make_engine(job: PartJob) -> Any:
-    """At its own defaults, but for room for every stream and no cache of prefixes."""
+    """A vLLM engine with its defaults, except for seats for every stream and no prefix cache."""
     sizes = job.sizes
     folder = tempfile.mkdtemp(prefix="jitney-vllm-")
     Path(folder, "config.json").write_text(json.dumps(hf_config(job.config, job.dtype)))

@@ -1,8 +1,8 @@
-"""One part of `jitney bench device`, in a process of its own: a job on standard input, a line of
-JSON per row.
+"""Runs one part of `jitney bench device` in its own process: a job on standard input, a line of
+JSON per row on standard output.
 
-Its own process, so that a part that dies, hangs or fills the memory takes no other with it, and so
-that parts may differ in what must be said before jax starts.
+The process is separate so that a part that dies, hangs or fills the memory does not affect others,
+and so that parts can have different settings that jax reads at its start.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
 
 
 def _lines_of(job: PartJob) -> Iterator[PartMessage]:
-    """Everything the job yields."""
+    """All messages of the job."""
     if job.part == job.ABOUT:
         sets, dtype = _kernels_of(job)
         yield PartMessage(about=_about_device(sets[0], dtype))
@@ -77,8 +77,8 @@ def _lines_of(job: PartJob) -> Iterator[PartMessage]:
 
 
 def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
-    """The rows of all tasks that no earlier call has settled. One that raises says so in a row;
-    none begins when the time is up.
+    """The rows of all tasks without a result from an earlier call. An exception becomes a row with
+    a note; no task begins once the time is up.
     """
     until = time.monotonic() + job.seconds
     for task in tasks:
@@ -89,7 +89,7 @@ def _rows_of(job: PartJob, tasks: Tasks) -> Iterator[Row]:
             continue
         try:
             yield from task.run(task.row)
-        except Exception as error:  # whatever a driver says, the next case may do better
+        except Exception as error:  # after any driver error, the next case may still work
             yield task.row.noted(_failure(error))
 
 
@@ -111,7 +111,7 @@ def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
 
 
 def _floors_in(dtype: np.dtype) -> Floors:
-    """Rates that the device reaches."""
+    """Measure the rates of the device."""
     import jax
 
     from jitney.engine.lab.device.timing import measure_floors
@@ -120,7 +120,7 @@ def _floors_in(dtype: np.dtype) -> Floors:
 
 
 def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
-    """The device that jax has, and what runs on it."""
+    """Describe jax's device and the programs for it."""
     import jax
 
     from jitney.engine.core import name_of
@@ -152,12 +152,12 @@ def _compute_capability() -> int:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the packages that decide the figures, as far as they are installed."""
-    found = {}
+    """Versions of the installed packages on which the figures depend."""
+    versions = {}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 if __name__ == "__main__":
