@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# pyright: reportUnknownVariableType=false
+# Factories are `list` and `set`: calling `list[Chunk]` takes several times as long, in each step.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -162,14 +164,14 @@ class Draft:
     #: Whether a grammar constrains one of its sequences.
     masked: bool = False
     #: Short prompts whose rows go before those of longer prompts that arrived first.
-    passed: set[Sequence] = field(default_factory=set["Sequence"])
+    passed: set[Sequence] = field(default_factory=set)
     #: See `Plan` for this field and the lists below.
     cached_tokens: int = 0
-    chunks: list[Chunk] = field(default_factory=list[Chunk])
-    boarded: list[Sequence] = field(default_factory=list["Sequence"])
-    fed: list[Sequence] = field(default_factory=list["Sequence"])
-    dropped: list[Sequence] = field(default_factory=list["Sequence"])
-    preempted: list[Sequence] = field(default_factory=list["Sequence"])
+    chunks: list[Chunk] = field(default_factory=list)
+    boarded: list[Sequence] = field(default_factory=list)
+    fed: list[Sequence] = field(default_factory=list)
+    dropped: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
 
     @property
     def prompt_chunks(self) -> list[Chunk]:
@@ -327,13 +329,13 @@ class Plan:
     #: The work that, beside the bucket, determines the step's time.
     work: StepWork
     #: Sequences that took their seat.
-    boarded: list[Sequence] = field(default_factory=list["Sequence"])
+    boarded: list[Sequence] = field(default_factory=list)
     #: Decoding sequences that got one more page.
-    fed: list[Sequence] = field(default_factory=list["Sequence"])
+    fed: list[Sequence] = field(default_factory=list)
     #: Sequences that gave back pages behind the model's window.
-    dropped: list[Sequence] = field(default_factory=list["Sequence"])
+    dropped: list[Sequence] = field(default_factory=list)
     #: Sequences that lost their seat.
-    preempted: list[Sequence] = field(default_factory=list["Sequence"])
+    preempted: list[Sequence] = field(default_factory=list)
     #: Prompt tokens of the `boarded` sequences whose KV was found in pages.
     cached_tokens: int = 0
     #: Whether all its rows belong to background requests.
@@ -343,7 +345,7 @@ class Plan:
     #: Seats, pages and waiting work at planning time.
     occupancy: Occupancy = _EMPTY
     #: Logit rows whose tokens are chosen after the step, under grammar masks.
-    masked: list[MaskedRow] = field(default_factory=list[MaskedRow])
+    masked: list[MaskedRow] = field(default_factory=list)
 
     # Counts of rows by their outcome; `Results.commit` writes them.
     prefill: int = 0
