@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=2)
     parser.add_argument("--history", type=int, default=8000, help="requests for the page")
     args, others = parser.parse_known_args()
-    command = [sys.executable, "-P", __file__, "--serve", args.model, "--port", str(args.port)]
+    command = [sys.executable, __file__, "--serve", args.model, "--port", str(args.port)]
     process = subprocess.Popen([*command, *others], stdout=subprocess.PIPE, text=True)
     try:
         _measure_all(process, f"127.0.0.1:{args.port}", args)
