@@ -213,7 +213,13 @@ def _flashinfer_for(sm: int, processors: int) -> KernelSet:
     triton = _triton_for(sm)
     prompts = FlashInferPrompts(sm, processors)
     kernels = _set_of(TritonKernels(JaxTriton(sm), prompts=prompts), sm)
-    return replace(kernels, name="flashinfer", instructions=prompts.template, instead=triton)
+    return replace(
+        kernels,
+        name="flashinfer",
+        instructions=prompts.template,
+        instead=triton,
+        fp8=triton.fp8,  # the same products, so that they are compiled once
+    )
 
 
 def compute_capability(kernels: str = "triton") -> int:
