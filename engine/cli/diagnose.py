@@ -20,24 +20,10 @@ from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup
 _DEFAULT_URL = "http://127.0.0.1:8000"
 #: Seconds between two scrapes.
 _EVERY_S = 1.0
-#: The shortest watch.
-_LEAST_S = 0.1
 #: Most engines of a fleet that are watched at once.
 _MOST_AT_ONCE = 64
 _NO_METRICS = {404: "it has no metrics of Jitney; is this a Jitney server?"}
 _NO_FLEET = {404: "it has no /fleet/replicas; is this a Jitney fleet?"}
-_FLAGS = (
-    Flag.of("url", "a server or a fleet", _DEFAULT_URL, nargs="?", metavar="URL"),
-    Flag.number("--seconds", "how long to watch it", 10.0, least=_LEAST_S),
-    Flag.switch("--json", "print one JSON object"),
-    KEY_FLAG,
-)
-_COMMAND = Command(
-    "diagnose",
-    "Watch a running server's metrics; print why it is slow and the one thing to change.",
-    [FlagGroup(_FLAGS)],
-    usage="jitney diagnose [URL] [FLAG ...]",
-)
 #: Parts of the headline; those with unknown figures are left out.
 _HEADLINE = {
     "seats": "{running:.1f} of {seats:.0f} seats taken",
@@ -51,9 +37,24 @@ _HEADLINE = {
 }
 
 
+def _command() -> Command:
+    flags = (
+        Flag.of("url", "a server or a fleet", _DEFAULT_URL, nargs="?", metavar="URL"),
+        Flag.number("--seconds", "how long to watch it", 10.0, least=_EVERY_S),
+        Flag.switch("--json", "print one JSON object"),
+        KEY_FLAG,
+    )
+    return Command(
+        "diagnose",
+        "Watch a running server's metrics; print why it is slow and the one thing to change.",
+        [FlagGroup(flags)],
+        usage="jitney diagnose [URL] [FLAG ...]",
+    )
+
+
 def run(arguments: Sequence[str]) -> int:
     """Watch the server and print findings; exit status 0. Raises Refused if it does not answer."""
-    args = _COMMAND.parse(arguments)
+    args = _command().parse(arguments)
     url = args.url if "://" in args.url else f"http://{args.url}"
     url = url.rstrip("/").removesuffix("/dashboard")
     key = args.engine_key()
