@@ -125,7 +125,7 @@ class StepPlanner:
         few = claimant.wanted_rows <= _FEW_ROWS * self._buckets.token_budget
         if not few or self._claimed_alone:
             return False
-        return self._prefill_budget.step_times.far_above_least(self._seats.n_decoding_live)
+        return self._prefill_budget.step_times.far_above_quickest(self._seats.n_decoding_live)
 
     def _seat_claimant(
         self, seq: Sequence, draft: Draft, now: float, *, alone: bool, instead: bool

@@ -232,7 +232,7 @@ class StepTimeEstimate:
             return None
         return self._with_rows(self._typical(bucket), bucket, rows)
 
-    def far_above_least(self, sequences: int) -> bool:
+    def far_above_quickest(self, sequences: int) -> bool:
         """Whether a step in which `sequences` sequences decode takes _FAR times as long as the
         quickest measured one. (The typical time of a single sequence is no good measure: its steps
         may be long ago and disturbed by other programs.)
