@@ -39,10 +39,14 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 #: Seconds between two checks for compiled grammars and computed masks, while there is no other
 #: work.
 _COMPILING_S = 0.002
-#: Late planning: the share of the shortest recent step time that is expected of a step; the number
-#: of steps whose median time for planning, packing and launching is subtracted; the initial value
-#: of that time in seconds; the shortest delay in seconds that is worthwhile.
-_SURE, _LAUNCHES, _FIRST_LAUNCH_S, _SHORTEST_S = 0.95, 15, 0.002, 0.001
+#: Late planning: the share of its time that the device may idle because of it.
+_MOST_IDLE = 0.02
+#: Late planning: seconds between two checks whether the step is done; they begin after this share
+#: of its shortest expected time.
+_LOOK_S, _LOOK_FROM = 0.001, 0.85
+#: Late planning: number of steps whose median time for planning, packing and launching is expected
+#: again, and that time in seconds before any step.
+_LAUNCHES, _FIRST_LAUNCH_S = 15, 0.002
 
 
 class _StepRunner(Protocol):
@@ -63,6 +67,10 @@ class _StepRunner(Protocol):
         """Start the step without waiting, and return what `fetch` takes; steps run in the order of
         their launches.
         """
+        ...
+
+    def is_done(self, launched: Any) -> bool:
+        """Whether the device has finished a launched step."""
         ...
 
     def learn_drafts(self, launched: Any) -> None:
@@ -113,6 +121,10 @@ class _Flight:
     launched: float
     #: Whether a program was compiled during the launch.
     compiled: bool
+    #: Late planning: see `EngineCore._plan_within`; None: not computed yet.
+    plan_within: tuple[float, float] | None = None
+    #: Late planning: time at which the step was found done before its result was fetched.
+    done: float | None = None
 
 
 @dataclass(slots=True)
@@ -135,6 +147,20 @@ class _Outcome:
 
 def _ignore(step: int) -> None:
     pass
+
+
+def _latest_end(seconds: list[float], most_idle: float) -> float:
+    """The latest of these step times, ascending, at which the next step's launch may be finished.
+    If a step ends before that, the device idles, for `most_idle` seconds at most, since the end is
+    noticed: in all these steps together for at most _MOST_IDLE of their time.
+    """
+    allowed = _MOST_IDLE * sum(seconds)
+    latest = seconds[0]
+    for end in seconds[1:]:
+        if sum([min(most_idle, end - done) for done in seconds if done < end]) > allowed:
+            break
+        latest = end
+    return latest
 
 
 @dataclass(eq=False)
@@ -211,13 +237,30 @@ class EngineCore:
         flight = self._flight
         if not self.plans_late or flight is None or self.has_outputs or self._reporter.questions:
             return 0.0
-        plan = flight.plan
-        soonest = self.scheduler.step_times.soonest(plan.bucket, plan.rows, plan.work.pairs)
-        if soonest is None or not self.scheduler.has_place:
+        if not self.scheduler.has_place:
             return 0.0
+        if flight.plan_within is None:
+            flight.plan_within = self._plan_within(flight.plan)
+        earliest, latest = flight.plan_within
         began = flight.launched if self._ready is None else max(flight.launched, self._ready)
-        left = began + _SURE * soonest - median(self._launches_s) - self.clock()
-        return left if left >= _SHORTEST_S else 0.0
+        now = self.clock()
+        if began + earliest - now >= _LOOK_S:
+            return began + earliest - now
+        if flight.done is None and self.runner.is_done(flight.launched_step):
+            flight.done = now
+        if flight.done is not None or began + latest - now < _LOOK_S:
+            return 0.0
+        return _LOOK_S
+
+    def _plan_within(self, plan: Plan) -> tuple[float, float]:
+        """Seconds after the start of this plan's step from which on the next one is planned if the
+        step is done, and at which it is planned at the latest.
+        """
+        seconds = self.scheduler.step_times.newest(plan.bucket, plan.rows, plan.work.pairs)
+        if not seconds:
+            return 0.0, 0.0
+        launch = median(self._launches_s)
+        return _LOOK_FROM * seconds[0] - launch, _latest_end(seconds, launch + _LOOK_S) - launch
 
     def add(self, request: EngineRequest) -> None:
         """Admit a request; a refusal becomes a terminal output per sequence in the next report."""
@@ -335,7 +378,7 @@ class EngineCore:
             result = self.runner.fetch(flight.launched_step)
         except Exception as error:
             return _Outcome([], failure=_Failure(flight.plan, error))
-        ready = self.clock()
+        ready = flight.done or self.clock()
         outputs = self.scheduler.commit(flight.plan, result, ready)
         record = self._record(flight, waited, ready)
         return _Outcome(outputs, record, prompt_chunks(flight.plan))
@@ -405,9 +448,10 @@ class EngineCore:
 
     def _record(self, flight: _Flight, waited: float, ready: float) -> bytes:
         """Make the ledger record of a committed step. waited, ready: clock seconds at which the
-        host began to wait for the result, and had it.
+        host began to wait for the result, and at which the step was seen done or the result was
+        there.
 
-        The device time ends at `ready`: it is exact unless the host fetched the result later.
+        The device time ends at `ready`: it is exact unless the host looked later.
         """
         plan = flight.plan
         before = self._ready
@@ -451,7 +495,7 @@ class EngineCore:
             batch_s=flight.batched - flight.planned,
             launch_s=flight.launched - flight.batched,
             device_s=device,
-            fetch_s=ready - waited,
+            fetch_s=max(0.0, ready - waited),
             commit_s=self.clock() - ready,
             gap_s=gap,
             compiled=flight.compiled,

@@ -270,6 +270,9 @@ class FakeRunner:
                 self.drafts[seat] = self._guess([*history, token], seed, self.drafted_from)
                 launched.drafts[masked.row] = self.drafts[seat]
 
+    def is_done(self, launched: StepResult) -> bool:
+        return True
+
     def fetch(self, launched: StepResult) -> StepResult:
         assert self._launched.pop(0) is launched, "steps are fetched in order, each once"
         return launched

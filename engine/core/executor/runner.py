@@ -345,6 +345,10 @@ class Runner:
         self._asleep = []
         self._start_over()
 
+    def is_done(self, launched: LaunchedStep) -> bool:
+        """Whether the device has computed a step's tokens."""
+        return all([array.is_ready() for array in jax.tree.leaves(launched.output.sampled)])
+
     def fetch(self, launched: LaunchedStep) -> StepResult:
         """Wait for the results of a step."""
         plan, (sampled, broken, scores, _, guessed, _) = launched.plan, launched.output

@@ -28,7 +28,7 @@ _FILL = 1.2
 #: A step that takes this many times as long as the quickest counts as far above it. On two cores 32
 #: streams take about twice as long as one: scattered times must not decide.
 _FAR = 1.5
-#: Fewest measured steps of a bucket for `soonest`.
+#: Fewest measured steps of a bucket for `newest`.
 _FEWEST_SEEN = 3
 #: A step with less than this share of its bucket's rows is scaled as if it had this share, because
 #: most of its time is the fixed part.
@@ -281,16 +281,16 @@ class StepTimeEstimate:
                 return count - sequences
         return None
 
-    def soonest(self, bucket: Bucket, rows: int, pairs: int = 0) -> float | None:
-        """The shortest time in seconds that the newest steps of a bucket would have taken with
-        these rows and query-key pairs; None with fewer than _FEWEST_SEEN steps.
+    def newest(self, bucket: Bucket, rows: int, pairs: int = 0) -> list[float]:
+        """Seconds that the newest steps of a bucket would have taken with these rows and query-key
+        pairs, ascending; empty with fewer than _FEWEST_SEEN steps.
         """
         self._take_in()
         if bucket not in self._seen or len(self._seen[bucket]) < _FEWEST_SEEN:
-            return None
+            return []
         slope = self._slope.value
-        least = min([seconds - slope * before for seconds, before in self._seen[bucket]])
-        return self._with_rows(least, bucket, rows) + slope * pairs
+        fixed = sorted([seconds - slope * before for seconds, before in self._seen[bucket]])
+        return [self._with_rows(full, bucket, rows) + slope * pairs for full in fixed]
 
     def _with_rows(self, full: float, bucket: Bucket, rows: int) -> float:
         """Seconds of a step with `rows` rows, computed from the seconds of a full one."""

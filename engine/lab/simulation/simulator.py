@@ -149,6 +149,10 @@ class VirtualDevice:
             return StepResult.drawn(plan, lambda: self._chance.random() < self._acceptance)
         return StepResult([0] * sum([chunk.sample for chunk in plan.chunks]))
 
+    def is_done(self, launched: _FlyingStep) -> bool:
+        """Whether the step's time is over."""
+        return launched.ready <= self.clock.now
+
     def learn_drafts(self, launched: _FlyingStep) -> None:
         """See `choose`."""
 

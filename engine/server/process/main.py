@@ -9,7 +9,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -296,7 +295,7 @@ def _received(
     """Messages within `wait_s` seconds; none if others of a joined engine wait for it first."""
     if wait_s and joined is not None:
         zmq.select([inbox, joined], [], [], wait_s)
-    elif wait_s and not inbox.poll(math.ceil(wait_s * 1000)):
+    elif wait_s and not inbox.poll(max(1, int(wait_s * 1000))):
         return
     while True:
         try:

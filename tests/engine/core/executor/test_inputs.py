@@ -62,6 +62,9 @@ class PackedRunner(FakeRunner):
         self.rows_run += batch[0].bucket.tokens
         return batch
 
+    def is_done(self, launched: Any) -> bool:
+        return True
+
     def fetch(self, launched: Any) -> StepResult:
         layout, packed, wanted = launched
         return self.run(layout, packed, wanted)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from step_tables import constant_table
 
 from jitney.engine.cli import main
+from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE, Ledger
 from jitney.engine.common.request_record import Stay, stays_of
 from jitney.engine.common.requests import EngineRequest, SamplingParams
@@ -30,6 +31,7 @@ from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import Plan, StepResult, StepWork
 from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.recordings import Recording
@@ -93,18 +95,39 @@ def test_where_nobody_could_board_the_next_step_is_planned_at_once():
         assert core.late_plan_slack_s == 0.0 == core.pause_s
 
 
-def test_company_ends_a_while_before_the_step_does():
-    """A twentieth of the step, and what launches took of late."""
-    table = StepTable(SECOND.curves, HostTimes(before=0.02))
-    core = VirtualDevice(table).new_core(replace(shape(), plans_late=True))
+def test_planning_is_delayed_by_what_a_step_takes_less_the_time_of_a_launch():
+    """At first to 85 % of the step, when its end may be near, and then to its end."""
+    device = VirtualDevice(StepTable(SECOND.curves, HostTimes(before=0.02)))
+    core = device.new_core(replace(shape(), plans_late=True))
     core.add(_ten_tokens())
     waits = []
     for _ in range(6):
         core.step()
         waits.append(round(core.late_plan_slack_s, 3))
-    assert waits == [0.0] * 4 + [0.93] * 2, "three steps of a bucket must have been seen"
+    assert waits == [0.0] * 4 + [0.83] * 2, "three steps of a bucket must have been measured"
+    ends = device.clock() + 1.0 - 0.02
+    while core.late_plan_slack_s:
+        device.clock.wait_until(device.clock() + core.late_plan_slack_s)
+    assert 0.0 <= ends - device.clock() < 0.002, "the next step is ready when this one ends"
     core.abort("a")
     assert core.late_plan_slack_s == 0.0 and core.step().outputs[0].finish == "abort"
+
+
+def test_planning_is_delayed_beyond_the_quickest_step_where_the_device_idles_little():
+    """Steps of 1 s, one in ten of half of that. Planned for the quick ones, every second request
+    would miss the step after the one in which it arrives.
+    """
+    table = StepTable(SECOND.curves, HostTimes(before=0.02), {"decode": [0.5] + [1.0] * 9})
+    device = VirtualDevice(table)
+    core = device.new_core(replace(shape(), plans_late=True))
+    offer = Offer([0.0], lambda _, at: Arrival(at, 4, 120).request("a", [1] * 4, at))
+    steps = drive(core, device.clock, offer, RequestRecords()).records
+    took = np.round(steps["device_s"].astype(float), 2)
+    assert set(took[60:].tolist()) == {0.5, 1.0}, "a step is timed to the moment when it is done"
+    assert steps["gap_s"].sum() < 0.02 * steps["device_s"].sum()
+    ends = 0.02 + np.cumsum(steps["gap_s"] + steps["device_s"], dtype=float)
+    before_end = ends[60:-1] - steps["started"][61:]
+    assert before_end.max() < 0.03, "a request that arrives until then is in the next step"
 
 
 def test_three_requests_on_two_seats_by_hand():
