@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jitney.engine.common.history import RequestRecords
+from jitney.engine.common.records import RecordRing
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
@@ -127,13 +128,21 @@ def run(
     return list(requests.oldest()), log
 
 
-def parts_of(request: RequestRecord, log: StepLog) -> list[float]:
+def steps_of(log: StepLog) -> tuple[np.ndarray, np.ndarray]:
+    """(records, ready) of all steps; ready: seconds at which the device finished each."""
+    ring = RecordRing(len(log.packed))
+    for record in log.packed:
+        ring.add(record)
+    return ring.steps(-1, log.last_step)
+
+
+def parts_of(request: RequestRecord, records: np.ndarray, ready: np.ndarray) -> list[float]:
     """Seconds of each of PARTS: until a step with the request's first rows is planned, until the
     device begins that step, and until the first token."""
-    stay, records = request.stays[0], log.records
+    stay = request.stays[0]
     at = int(np.searchsorted(records["step"], stay.step))
     planned = float(records["started"][at])
-    began = log.done[at] - HOST.after - float(records["device_s"][at])
+    began = float(ready[at]) - float(records["device_s"][at])
     assert request.first_token is not None
     return [planned - request.arrival, began - planned, request.first_token - began]
 
@@ -143,7 +152,8 @@ def figures(requests: list[RequestRecord], log: StepLog, streams: int) -> dict[s
     waits = 1e3 * np.array([(r.first_token or math.nan) - r.arrival for r in requests])
     gaps = 1e3 * np.concatenate([np.diff(r.token_times or []) for r in requests])
     later = requests[streams:]
-    parts = 1e3 * np.mean([parts_of(request, log) for request in later], axis=0)
+    timed = steps_of(log)
+    parts = 1e3 * np.mean([parts_of(request, *timed) for request in later], axis=0)
     steps = [r.stays[0].first_step - r.stays[0].step + 1 for r in later]
     seconds = max(request.end for request in requests)
     return {
