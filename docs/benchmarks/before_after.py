@@ -28,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -112,7 +113,7 @@ class _Tree:
         printed, _ = self.run(str(file), *arguments)
         return printed
 
-    def report(self, name: str, *arguments: str) -> dict[str, dict[str, float]]:
+    def report(self, name: str, *arguments: str) -> dict[str, Any]:
         """Run one of the tree's own benchmarks; returns its JSON. Raises _Skipped."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "report.json"

@@ -50,7 +50,7 @@ def continued(model, tokens: list[int]) -> dict[str, list]:
     """COUNT greedy tokens, each from a whole forward pass, their log-probabilities, and the margins
     of their logits over the second best.
     """
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  # only this benchmark needs it
 
     tokens, logprobs, margins = list(tokens), [], []
     for _ in range(COUNT):

@@ -24,6 +24,7 @@ import numpy as np
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.machine import cpu_name
+from jitney.engine.core.executor.runner import Runner
 from jitney.kernels.cpu import build, library
 
 TESTS = Path(__file__).parents[2] / "tests"
@@ -46,6 +47,7 @@ def answers(kernels: str) -> tuple[int, int, float]:
         kernels=kernels,
     )
     runner = llm.core.runner
+    assert isinstance(runner, Runner)
     runner.leaves = [leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves]
     params = [
         SamplingParams(
@@ -80,7 +82,7 @@ def report(name: str, kernels: str) -> None:
 def compiled_for(cpu: str) -> tuple[library._Library | None, str]:
     """The kernels compiled for a CPU's name; if they cannot run here, None and the reason."""
     sys.path[:0] = [str(TESTS / "support"), str(TESTS / "kernels" / "cpu")]
-    from test_native_cpus import level_of
+    from test_native_cpus import level_of  # pyright: ignore[reportMissingImports]
 
     level = level_of(cpu)
     path = Path(tempfile.mkdtemp()) / f"{cpu}.so"
@@ -92,7 +94,7 @@ def compiled_for(cpu: str) -> tuple[library._Library | None, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("cpus", nargs="*", metavar="CPU", help="names as g++ -march takes them")
     args = parser.parse_args()
     compiler = subprocess.run([*build.compiler(), "--version"], capture_output=True, text=True)

@@ -221,8 +221,8 @@ def measure(
     ), first or parts
 
 
-def read(model: Model, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> jax.Array:
-    """Hidden states [T, E] of the text as one prompt, through pools of kv_dtype."""
+def read(model: Model, tokens: list[int], kv_dtype: Any, kernels: KernelSet) -> Hidden:
+    """Hidden states of the text as one prompt, through pools of kv_dtype."""
     config, pages = model.config, -(-len(tokens) // _PAGE)
     graph, state = nnx.split(model)
     shape = (pages + 1, _PAGE, 2 * config.n_kv_heads, config.head_dim)

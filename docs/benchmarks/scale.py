@@ -94,7 +94,7 @@ def fleets(requests: int) -> Iterator[list[str]]:
 
 
 def fleet_row(
-    kind: ReplicaKind, sizing: FleetSizing, size: int, count: int, router: str
+    kind: ReplicaKind, sizing: FleetSizing, size: int, count: int, router: RouterName
 ) -> list[str]:
     traffic = day(1.0).sample(size * sizing.load_req_s, count, 1)
     plan = FleetPlan(engine_of(sizing), kind.roofline, size, router, failures=FAILURES)

@@ -20,7 +20,8 @@ import json
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,7 @@ import numpy as np
 import orjson
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.core.grammar import grammar
-from jitney.engine.core.grammar.compiling import new_matcher
+from jitney.engine.core.grammar.grammar import schema_grammar
 from jitney.engine.core.grammar.manager import _token_trie
 from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers
 from jitney.engine.core.text.tokenizer import Tokenizer
@@ -48,6 +48,7 @@ MOST_CHARS = 4000
 #: rejected, invalid ones wrongly accepted.
 COLUMNS = ("schemas (refused)", "valid (rejected)", "invalid (accepted)")
 type Write = Callable[[Any], str]
+type NewMatcher = Callable[[], GrammarMatcher]
 
 
 def escaped(instance: Any) -> str:
@@ -118,7 +119,7 @@ class Suite:
 
     tokenizer: Any
     matchers: Matchers
-    trie: Any
+    ends: Sequence[int]
     wrong: list[str] = field(default_factory=list)
     refusals: dict[str, int] = field(default_factory=dict)
 
@@ -129,60 +130,69 @@ class Suite:
             schema = {"$schema": DRAFTS[draft]} | schema
         try:
             # Parsed as a request is.
-            read = orjson.loads(json.dumps(schema))
-            matcher = new_matcher(grammar.json_schema(read), self.trie)
+            new_matcher = self.compiled(orjson.loads(json.dumps(schema)))
         except RequestError as error:
             row.refused = 1
             self.note_refusal(f"{name} / {case['description']}: {error}  {json.dumps(schema)}")
             return row
         for test in case["tests"]:
-            self.instance(row, matcher, test, f"{name} / {case['description']}", schema)
+            self.instance(row, new_matcher, test, f"{name} / {case['description']}", schema)
         return row
+
+    def compiled(self, schema: Any) -> NewMatcher:
+        """A factory of the schema's matchers. Raises RequestError."""
+        grammar = schema_grammar(schema)
+        self.matchers.begin(grammar)
+        while (new_matcher := self.matchers.maker(grammar)) is None:
+            time.sleep(0.001)
+        return new_matcher
 
     def note_refusal(self, line: str) -> None:
         self.refusals[line] = self.refusals.get(line, 0) + 1
 
-    def instance(self, row: Row, matcher: Any, test: dict[str, Any], where: str, schema: Any):
+    def instance(
+        self, row: Row, new_matcher: NewMatcher, test: dict[str, Any], where: str, schema: Any
+    ) -> None:
         data = json.dumps(test["data"])
         what = f"{where} / {test['description']}: {data[:200]}  {json.dumps(schema)[:600]}"
         if test["valid"]:
             row.valid += 1
-            if not self.may_write(matcher, test["data"]):
+            if not self.may_write(new_matcher, test["data"]):
                 row.wrongly_rejected += 1
                 self.wrong.append(f"REJECTED {what}")
         else:
             row.invalid += 1
-            accepted = self.way_to_write(matcher, test["data"])
+            accepted = self.way_to_write(new_matcher, test["data"])
             if accepted is not None:
                 row.wrongly_accepted += 1
                 self.wrong.append(f"ACCEPTED {what} as {accepted[:200]}")
 
-    def may_write(self, matcher: Any, instance: Any) -> bool:
+    def may_write(self, new_matcher: NewMatcher, instance: Any) -> bool:
         """Whether all forms pass, with the keys in one of their orders, and whole numbers with or
         without a point.
         """
         for spelling in (instance, without_points(instance)):
             for order in itertools.islice(orders(spelling), MOST_ORDERS):
-                if all(self.passes(matcher, write(order)) for write in FORMS):
+                if all(self.passes(new_matcher, write(order)) for write in FORMS):
                     return True
         return False
 
-    def way_to_write(self, matcher: Any, instance: Any) -> str | None:
+    def way_to_write(self, new_matcher: NewMatcher, instance: Any) -> str | None:
         """The first text of the instance that passes; None: none does."""
         for order in itertools.islice(orders(instance), MOST_ORDERS):
             for write in FORMS + FURTHER_FORMS:
-                if self.passes(matcher, text := write(order)):
+                if self.passes(new_matcher, text := write(order)):
                     return text
         return None
 
-    def passes(self, matcher: Any, text: str) -> bool:
+    def passes(self, new_matcher: NewMatcher, text: str) -> bool:
         """Whether the grammar accepts the text, and may end there."""
         assert len(text) <= MOST_CHARS
         try:
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except UnicodeEncodeError:  # half of a surrogate pair is no valid text
             return False
-        place = GrammarMatcher(matcher.deep_copy())
+        place = new_matcher()
         for number, token in enumerate(tokens):
             place.take(tokens[:number], 0)
             mask = self.matchers.masks(1)
@@ -193,7 +203,7 @@ class Suite:
         mask = self.matchers.masks(1)
         if not self.matchers.fill(place, mask, 0, may_end=True):
             return True
-        return any(is_in(mask[0], end) for end in self.trie.eos_tokens)
+        return any(is_in(mask[0], end) for end in self.ends)
 
 
 def is_in(mask: np.ndarray, token: int) -> bool:
@@ -263,7 +273,7 @@ def main() -> None:
     source = ModelSource.resolve("smollm2-135m")
     tokenizer = Tokenizer.load(source)
     trie = _token_trie(tokenizer.json, source.config.vocab_size, tokenizer.eos_ids)
-    suite = Suite(tokenizer, Matchers(trie), trie)
+    suite = Suite(tokenizer, Matchers(trie), trie.eos_tokens)
     folder = args.folder or downloaded()
     print(table({draft: run(suite, folder, draft) for draft in args.drafts.split(",")}))
     if args.wrong:

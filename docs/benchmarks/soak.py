@@ -205,7 +205,9 @@ async def soak(url: str, pid: int, args: argparse.Namespace) -> None:
             keep_asking(client, model, 1_000_000 * stream, until, args.pause, statuses)
             for stream in range(args.streams)
         ]
-        rows, *_ = await asyncio.gather(watch(pid, until, statuses), view(client, until), *asking)
+        beside = asyncio.gather(view(client, until), *asking)
+        rows = await watch(pid, until, statuses)
+        await beside
     print(f"{sum(statuses.values()):,} answers in {args.minutes:g} minutes: {dict(statuses)}")
     print_slopes(rows)
 
