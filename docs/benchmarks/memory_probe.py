@@ -27,7 +27,7 @@ LOOK_S, TRACED_FROM = 300.0, 2
 _MOST = 400
 #: Containers with fewer entries are left out, and arrays of fewer bytes.
 _FEW, _LARGE = 100, 1 << 20
-_NAMES = {"serve": "server", "jitney.engine.server.process.main": "core"}
+_NAMES = {"serve": "server", "jitney.engine.core.process": "core"}
 #: The fields of glibc's `struct mallinfo2`.
 _FIELDS = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),

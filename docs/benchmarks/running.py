@@ -30,7 +30,7 @@ JITNEY = (
 READY_S, STOP_S = 900.0, 120.0
 #: Seconds between two checks, and the read timeout of a connection.
 _LOOK_S, _SILENCE_S = 0.05, 300.0
-_CORE = "jitney.engine.server.process.main"
+_CORE = "jitney.engine.core.process"
 
 
 class Server:

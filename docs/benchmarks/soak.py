@@ -46,7 +46,7 @@ def core_of(server: psutil.Process) -> psutil.Process:
     """The server's core; its other children render chats, or write a look of the probe."""
     for child in server.children():
         with suppress(psutil.Error):
-            if "jitney.engine.server.process.main" in child.cmdline():
+            if "jitney.engine.core.process" in child.cmdline():
                 return child
     raise LookupError("no core runs")
 

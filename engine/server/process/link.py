@@ -19,9 +19,9 @@ import zmq.asyncio
 
 from jitney.engine.common import messages
 from jitney.engine.common.child_process import child_environ, start_child
+from jitney.engine.common.core_start import SOCKET_NAMES, Start, remove_folder
 from jitney.engine.common.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.config import Config
-from jitney.engine.server.process.main import SOCKET_NAMES, Start, remove_folder
 
 #: Makes glibc use huge pages, since a step on a CPU reads all weights.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -217,7 +217,7 @@ def core_environ(config: Config) -> dict[str, str]:
 
 async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
     process = await start_child(
-        "jitney.engine.server.process.main",
+        "jitney.engine.core.process",
         stdout=None,
         env=core_environ(config),
     )

@@ -168,7 +168,7 @@ class Serving:
         (core,) = [
             child
             for child in children
-            if b"process.main" in Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"core.process" in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
         return int(core)
 

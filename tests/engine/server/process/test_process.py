@@ -29,11 +29,11 @@ from jitney.engine.common.errors import EngineDead, RequestError
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.config.schema import Config, EngineSection, ServerSection, _ModelSection
+from jitney.engine.core.process import _TICK_S
 from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
 from jitney.engine.server.process import process_client, watchdog
 from jitney.engine.server.process.faults import CoreEnd, RestartPolicy
 from jitney.engine.server.process.link import CoreLink, _private_folder, _remove_left_folders
-from jitney.engine.server.process.main import _TICK_S
 from jitney.engine.server.process.process_client import ProcessClient
 
 # As in process_core.

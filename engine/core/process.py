@@ -5,7 +5,6 @@ gone. Messages go over two one-way ZeroMQ sockets.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import logging
@@ -15,20 +14,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from jitney.engine.common import messages
+from jitney.engine.common.core_start import Start, remove_folder
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import JitneyError, RequestError
 from jitney.engine.config import Config
-from jitney.engine.core import ModelSource
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 if TYPE_CHECKING:
-    from jitney.engine.core import EngineCore, Follower, Leader, LockstepCore, Worker
+    from jitney.engine.core.distributed.link import Leader, Worker
+    from jitney.engine.core.distributed.lockstep import LockstepCore
+    from jitney.engine.core.engine_core import EngineCore
+    from jitney.engine.core.executor.hosts import Follower
 
 _log = logging.getLogger("jitney.core")
 
@@ -44,41 +46,6 @@ _FOLLOWER = "jitney.engine.core.build:build_follower"
 _decode = msgspec.msgpack.Decoder(messages.ToCore).decode
 #: Sends one message to the parent.
 type _Send = Callable[[messages.FromCore], None]
-#: Sockets in the folder of a core.
-SOCKET_NAMES = ("to", "from")
-
-
-class Start(msgspec.Struct, frozen=True):
-    """The parent's one line."""
-
-    #: Sections of the configuration.
-    config: dict[str, Any]
-    #: Folder of the two sockets.
-    folder: str
-    #: Function that builds the core, MODULE:FUNCTION.
-    builder: str
-    log_level: str = "info"
-    #: Adapter numbers by name, from an earlier core.
-    adapters: dict[str, int] = {}
-
-    @property
-    def to_core(self) -> str:
-        """The address of the socket that the core reads."""
-        return f"ipc://{self.folder}/to"
-
-    @property
-    def from_core(self) -> str:
-        """The address of the socket that the core writes to."""
-        return f"ipc://{self.folder}/from"
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a folder of sockets; errors are ignored."""
-    for name in SOCKET_NAMES:
-        with contextlib.suppress(OSError):
-            Path(folder, name).unlink()
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
 
 
 def main() -> int:
@@ -153,7 +120,7 @@ def _build_and_serve(start: Start, inbox: zmq.Socket, send: _Send) -> None:
     source = ModelSource.of(config)
     if config.engine.n_hosts > 1:
         # Imported here: only engines on several hosts need it.
-        from jitney.engine.server.process.hosts import met
+        from jitney.engine.core.distributed.meeting import met
 
         with met(config, source, send, start.from_core, start.adapters) as hosts:
             _serve_together(start, config, source, hosts, inbox, send)
@@ -195,7 +162,7 @@ def _serve_together(
     inbox: zmq.Socket,
     send: _Send,
 ) -> None:
-    from jitney.engine.core import Leader
+    from jitney.engine.core.distributed.link import Leader
 
     in_lockstep = config.engine.data_parallel > 1
     if isinstance(hosts, Leader) or in_lockstep:
@@ -219,7 +186,7 @@ def _follow(
     follower: Follower, hosts: Worker, is_shut_down: Callable[[], bool]
 ) -> messages.PeerLeft | None:
     """Run the first host's steps until it ends, or until this core is shut down (None)."""
-    from jitney.engine.core import Leave
+    from jitney.engine.core.distributed.messages import Leave
 
     while not is_shut_down():
         until = time.monotonic() + _TICK_S

@@ -11,7 +11,7 @@ from process_core import Core
 
 from jitney.engine.common import messages
 from jitney.engine.common.requests import EngineRequest, SamplingParams
-from jitney.engine.server.process import main
+from jitney.engine.core import process as main
 
 _WAIT_S = 30.0
 _ONE_TOKEN = SamplingParams(max_tokens=1)

@@ -8,8 +8,8 @@ import pytest
 
 from jitney.engine.common.errors import ConfigError, EngineDead, ModelError
 from jitney.engine.config.layers import load_config
+from jitney.engine.core.distributed import meeting as hosts
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.server.process import hosts
 
 MODEL = "tiny-random:qwen3"
 

@@ -12,7 +12,9 @@ import zmq
 from jitney.engine.common import messages
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.config import Config, configuration_digest, short
-from jitney.engine.core import Hello, Leader, Lost, ModelSource, Worker
+from jitney.engine.core.distributed.link import Leader, Lost, Worker
+from jitney.engine.core.distributed.messages import Hello
+from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 #: Errors that do not result from the loss of another host.
 _FOUND_ALONE = (ConfigError, ModelError)
