@@ -33,9 +33,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jitney.engine.common.cache_folder import cache_dir
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.ports import free_port
-from jitney.engine.config.schema import cache_dir
 
 _BENCHMARKS = Path("docs/benchmarks")
 #: Python code that runs `jitney ARGUMENTS`, whatever a tree's entry point is called.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from jitney.engine.cli.generate import SamplingArguments
 from jitney.engine.common.errors import ConfigError, ModelError, RequestError, did_you_mean
 from jitney.engine.common.requests import SamplingParams
-from jitney.engine.common.terminal import visible_on_terminal
-from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup, say, settings
+from jitney.engine.common.terminal import say, visible_on_terminal
+from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup, settings
 from jitney.engine.core import load_llm
 
 if TYPE_CHECKING:

@@ -6,8 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jitney.engine.common.cache_folder import compilation_cache_dir
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import Command, compilation_cache_dir, say
+from jitney.engine.common.terminal import say
+from jitney.engine.config import Command
 from jitney.engine.core import load_llm, placed
 from jitney.engine.lab import ServerSizes
 

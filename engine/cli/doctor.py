@@ -16,22 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.cli.config_command import digest_here
-from jitney.engine.common.engine_info import KernelProof
-from jitney.engine.common.errors import JitneyError
-from jitney.engine.common.machine import bfloat16_features
-from jitney.engine.common.terminal import visible
-from jitney.engine.config import (
-    Command,
-    Config,
-    Flag,
-    FlagGroup,
+from jitney.engine.common.cache_folder import (
     cache_dir,
-    check_platform,
     compilation_cache_dir,
     make_folders,
     make_private,
-    short,
 )
+from jitney.engine.common.engine_info import KernelProof
+from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.machine import bfloat16_features
+from jitney.engine.common.platforms import check_platform
+from jitney.engine.common.terminal import visible
+from jitney.engine.config import Command, Config, Flag, FlagGroup, short
 from jitney.engine.core import claim_memory
 from jitney.engine.lab import ServerSizes
 from jitney.engine.server import listen

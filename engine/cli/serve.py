@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jitney.engine.common.terminal import visible
+from jitney.engine.cli.vllm_flags import add_vllm_flags
+from jitney.engine.common.platforms import check_platform
+from jitney.engine.common.terminal import say, visible
 from jitney.engine.config import (
     FOR,
     Arguments,
@@ -28,9 +30,6 @@ from jitney.engine.config import (
     ResolvedConfig,
     ServerSection,
     TunedSizes,
-    add_vllm_flags,
-    check_platform,
-    say,
     settings,
     values,
 )

@@ -1,15 +1,18 @@
-"""Printing text that may hold escape sequences, which a terminal must not obey."""
+"""Printing progress, and text that may hold escape sequences, which a terminal must not obey."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
+#: Seconds between two lines of progress.
+_REPORT_S = 10.0
 #: Control characters except tab and line feed -> escaped text.
 _SHOWN = {
     code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
@@ -46,3 +49,21 @@ def _visible_console() -> type[Console]:
                 yield segment if control else Segment(visible(text), style)
 
     return VisibleConsole
+
+
+def say(message: str) -> None:
+    """Print a line of progress to standard error."""
+    print(visible(message), file=sys.stderr, flush=True)
+
+
+def progress_reporter(unit: str) -> Callable[[int, int], None]:
+    """A function that prints "DONE of TOTAL unit", at most every _REPORT_S seconds."""
+    reported_at = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal reported_at
+        if time.monotonic() - reported_at >= _REPORT_S:
+            reported_at = time.monotonic()
+            say(f"{done} of {total} {unit}")
+
+    return report

@@ -51,7 +51,7 @@ class Arguments(Namespace):
 
     def engine_key(self) -> str:
         """The API key for an engine elsewhere (file or environment), or "". Raises ConfigError."""
-        from jitney.engine.config.key_file import read_key_file
+        from jitney.engine.common.key_file import read_key_file
 
         if self.key_file:
             return read_key_file(self.key_file)

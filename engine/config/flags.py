@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jitney.engine.common.errors import ConfigError, did_you_mean
 from jitney.engine.common.requests import JsonDict, JsonObject
-from jitney.engine.common.terminal import visible
 from jitney.engine.config.arguments import Arguments
 from jitney.engine.config.layers import NOTHING, Setting, settings
 from jitney.engine.config.presets import GOALS
@@ -23,8 +20,6 @@ from jitney.engine.config.schema import Config
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-#: Seconds between two lines of progress.
-_REPORT_S = 10.0
 #: Placeholders of values in the help.
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple: "A,B,..."}
 #: Defaults that the help does not show.
@@ -309,21 +304,3 @@ class _Joined(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, ",".join(values or ()))
-
-
-def say(message: str) -> None:
-    """Print a line of progress to standard error."""
-    print(visible(message), file=sys.stderr, flush=True)
-
-
-def progress_reporter(unit: str) -> Callable[[int, int], None]:
-    """A function that prints "DONE of TOTAL unit", at most every _REPORT_S seconds."""
-    reported_at = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal reported_at
-        if time.monotonic() - reported_at >= _REPORT_S:
-            reported_at = time.monotonic()
-            say(f"{done} of {total} {unit}")
-
-    return report

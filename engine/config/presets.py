@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.platforms import check_platform
+from jitney.engine.common.platforms import check_platform
 
 _Goal = Literal["latency", "balanced", "throughput"]
 GOALS: tuple[_Goal, ...] = get_args(_Goal)

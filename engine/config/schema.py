@@ -7,7 +7,6 @@ because flags have no section. `jitney.engine.config.layers` reads the values.
 
 from __future__ import annotations
 
-import os
 import re
 from ipaddress import ip_network
 from itertools import pairwise
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from jitney.engine.common.cache_folder import cache_dir
 
 _MIN_PAGE, _MAX_PAGE = 8, 256
 #: Smallest token bucket: a step of few rows holds one sequence for every four of them.
@@ -1008,16 +1009,3 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     sampling: SamplingSection = SamplingSection()
     server: ServerSection = ServerSection()
-
-
-def cache_dir() -> Path:
-    """Cache folder of models and programs: $JITNEY_CACHE, or jitney/ in $XDG_CACHE_HOME."""
-    named = os.environ.get("JITNEY_CACHE")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jitney"
-
-
-def compilation_cache_dir() -> Path:
-    """Folder that keeps compiled programs between starts."""
-    return cache_dir() / "xla"

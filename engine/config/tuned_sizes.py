@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from jitney.engine.common.cache_folder import keep, kept_file
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config.cache_folder import keep, kept_file
 from jitney.engine.config.layers import ResolvedConfig, settings
 from jitney.engine.config.presets import SIZES, runs_on_device
 from jitney.engine.config.schema import Config

@@ -8,19 +8,15 @@ import math
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jitney.engine.common.cache_folder import compilation_cache_dir, make_private, why_no_room
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import (
-    Config,
-    EngineSection,
-    check_devices,
-    open_compilation_cache,
-    runs_on_device,
-    why_no_room,
-)
+from jitney.engine.common.platforms import check_devices
+from jitney.engine.config import Config, EngineSection, runs_on_device
 from jitney.engine.core.executor.autotuning import programs_folder
 from jitney.engine.core.executor.memory import claim_memory
 from jitney.engine.core.executor.threads import use_processors
@@ -103,6 +99,22 @@ def _keep_programs(settings: EngineSection, device: Any) -> None:
         # Programs compiled in less time are read, but not written.
         update("jax_persistent_cache_min_compile_time_secs", math.inf if reason else 0.0)
         update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def open_compilation_cache(engine: EngineSection) -> Path | None:
+    """The folder of compiled programs; None: turned off, or (with a warning) not private."""
+    if not engine.compilation_cache:
+        return None
+    folder = compilation_cache_dir()
+    reason = make_private(folder)
+    if reason:
+        _log.warning(
+            "COMPILED PROGRAMS ARE NOT KEPT, so every start compiles again: %s; set JITNEY_CACHE "
+            "to another folder, or turn compilation_cache off",
+            reason,
+        )
+        return None
+    return folder
 
 
 def devices_of(name: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.common import messages
 from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.common.outputs import SequenceOutput, TokenLogprobs
+from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.requests import EngineRequest, Grammar, JsonDict, SamplingParams
-from jitney.engine.config import Config, load_config, prepare_platform
+from jitney.engine.config import Config, load_config
 from jitney.engine.core.executor.fits import check_fits
 from jitney.engine.core.text.detokenizer import TextDelta, TextStream
 from jitney.engine.core.text.tokenizer import Tokenizer
@@ -87,7 +89,8 @@ class LLM:
             config = load_config(flags={"model": model, **settings})
         if config.engine.n_hosts > 1 or config.engine.data_parallel > 1:
             raise ConfigError("n_hosts: only jitney serve runs an engine over several hosts")
-        prepare_platform(config.engine)
+        os.environ.update(config.engine.jax_environment)
+        check_platform(config.engine.platform)
         # Imports jax, which reads the environment set above.
         from jitney.engine.core.build import build_engine
         from jitney.engine.core.jax_start import start_jax

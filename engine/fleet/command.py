@@ -14,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import Command, Config, Flag, FlagGroup, how_to_install
+from jitney.engine.common.extras import how_to_install
+from jitney.engine.config import Command, Config, Flag, FlagGroup
 from jitney.engine.server import (
     AcceptedKeys,
     Reloader,

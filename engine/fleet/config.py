@@ -25,13 +25,13 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
+from jitney.engine.common.cache_folder import cache_dir
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.config import (
     ResolvedConfig,
     Section,
     ServerSection,
-    cache_dir,
     read_toml,
     settings,
     unknown_word,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import Section, read_key_file
+from jitney.engine.common.key_file import read_key_file
+from jitney.engine.config import Section
 from jitney.engine.fleet.build import FleetParts
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import without_adapters

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from places import SUPPORT
 
-from jitney.engine.config.schema import compilation_cache_dir
+from jitney.engine.common.cache_folder import compilation_cache_dir
 
 #: Most seconds of a program; on a busy machine programs compile for minutes.
 _LIMIT_S = 570

@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import (
-    Arguments,
-    Command,
-    EngineSection,
-    Flag,
-    FlagGroup,
-    check_platform,
-    say,
-    settings,
-)
+from jitney.engine.common.platforms import check_platform
+from jitney.engine.common.terminal import say
+from jitney.engine.config import Arguments, Command, EngineSection, Flag, FlagGroup, settings
 from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.report import DeviceReport
 from jitney.engine.lab.device.rows import PartJob

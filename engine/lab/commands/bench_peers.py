@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict, JsonObject
-from jitney.engine.common.terminal import visible
+from jitney.engine.common.terminal import say, visible
 from jitney.engine.common.text_file import write_text
-from jitney.engine.config import Arguments, Command, Flag, FlagGroup, say
+from jitney.engine.config import Arguments, Command, Flag, FlagGroup
 from jitney.engine.lab.bench.peer_process import Peer
 from jitney.engine.lab.bench.peers import PeerBench, kernel_ratios, make_measurements, markdown
 

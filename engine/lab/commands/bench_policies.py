@@ -17,8 +17,9 @@ import numpy as np
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict, JsonObject
+from jitney.engine.common.terminal import say
 from jitney.engine.common.trace import Arrival
-from jitney.engine.config import Command, Config, Flag, FlagGroup, say
+from jitney.engine.config import Command, Config, Flag, FlagGroup
 from jitney.engine.core import load_llm
 from jitney.engine.lab.backlog import QueueGrowth
 from jitney.engine.lab.bench.compare import (

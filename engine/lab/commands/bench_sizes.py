@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.config import (
     SIZES,
@@ -18,7 +19,6 @@ from jitney.engine.config import (
     FlagGroup,
     ResolvedConfig,
     TunedSizes,
-    check_platform,
     runs_on_device,
 )
 from jitney.engine.lab.commands.bench_flags import JSON

@@ -14,7 +14,8 @@ import msgspec
 
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import Arguments, Command, Flag, FlagGroup, progress_reporter
+from jitney.engine.common.terminal import progress_reporter
+from jitney.engine.config import Arguments, Command, Flag, FlagGroup
 from jitney.engine.fleet import EngineAddress, Measure, ProxiedRequest
 from jitney.engine.lab.cascade_tuning import (
     Cost,

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from jitney.engine.common.cache_folder import compilation_cache_dir
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import compilation_cache_dir
 from jitney.engine.core import RESULTS
 from jitney.engine.lab.device.report import DeviceReport
 from jitney.engine.lab.device.rows import Floors, Row

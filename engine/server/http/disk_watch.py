@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jitney.engine.config import why_no_room
+from jitney.engine.common.cache_folder import why_no_room
 
 _log = logging.getLogger("jitney.api")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import ServerSection, read_keys
+from jitney.engine.common.key_file import read_keys
+from jitney.engine.config import ServerSection
 
 _REASONS = {
     errno.EADDRINUSE: "is in use by another program; choose another with --port",

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec.structs import asdict
 
 from jitney.engine.common.errors import ConfigError, JitneyError
-from jitney.engine.config import ServerSection, read_key_file
+from jitney.engine.common.key_file import read_key_file
+from jitney.engine.config import ServerSection
 from jitney.engine.server.http.listen import AcceptedKeys, check_tls, load_certificate
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.extras import how_to_install
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.config import how_to_install
 from jitney.engine.server.http.context import Context
 
 if TYPE_CHECKING:

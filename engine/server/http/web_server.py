@@ -7,12 +7,9 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jitney.engine.common.key_file import read_key_file
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import (
-    Config,
-    ServerSection,
-    read_key_file,
-)
+from jitney.engine.config import Config, ServerSection
 from jitney.engine.server.http.descriptors import (
     ACCEPTED_AT_ONCE,
     connections_within,

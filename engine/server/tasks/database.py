@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Self
 
+from jitney.engine.common.cache_folder import make_private
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import make_private
 from jitney.engine.server.http.errors import HttpError
 
 _log = logging.getLogger("jitney.api")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
 
+from jitney.engine.common.cache_folder import cache_dir
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import ResolvedConfig, load_config, settings
 from jitney.engine.config.schema import (
@@ -21,7 +22,6 @@ from jitney.engine.config.schema import (
     ServerSection,
     _KernelsName,
     _ModelSection,
-    cache_dir,
 )
 
 

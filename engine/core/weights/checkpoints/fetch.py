@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from jitney.engine.common.cache_folder import cache_dir, make_folders, why_no_room, why_not_stored
 from jitney.engine.common.errors import ModelError
-from jitney.engine.config import cache_dir, make_folders, why_no_room, why_not_stored
 
 #: progress(stage, done, total, detail): stage as in `messages.Progress`, done and total in bytes
 #: (total 0: unknown).

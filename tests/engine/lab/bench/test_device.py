@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from jitney.engine.common.cache_folder import compilation_cache_dir
 from jitney.engine.common.errors import ConfigError, JitneyError
-from jitney.engine.config.schema import compilation_cache_dir
 from jitney.engine.core import ModelSource, Tokenizer
 from jitney.engine.core.executor.autotuning import RESULTS
 from jitney.engine.core.weights.checkpoints.families import tiny_config

@@ -23,9 +23,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
+from jitney.engine.common.cache_folder import cache_dir
 from jitney.engine.common.errors import ModelError
 from jitney.engine.config.layers import load_config
-from jitney.engine.config.schema import cache_dir
 from jitney.engine.core.weights.checkpoints import fetch, package_index
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource

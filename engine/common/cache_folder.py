@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import os
 import shutil
 import stat
@@ -15,10 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-
-from jitney.engine.config.schema import EngineSection, cache_dir, compilation_cache_dir
-
-_log = logging.getLogger("jitney")
 
 _PRIVATE = 0o700
 #: Most bytes of a measurement file.
@@ -28,20 +23,17 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def open_compilation_cache(engine: EngineSection) -> Path | None:
-    """The folder of compiled programs; None: turned off, or (with a warning) not private."""
-    if not engine.compilation_cache:
-        return None
-    folder = compilation_cache_dir()
-    reason = make_private(folder)
-    if reason:
-        _log.warning(
-            "COMPILED PROGRAMS ARE NOT KEPT, so every start compiles again: %s; set JITNEY_CACHE "
-            "to another folder, or turn compilation_cache off",
-            reason,
-        )
-        return None
-    return folder
+def cache_dir() -> Path:
+    """Cache folder of models and programs: $JITNEY_CACHE, or jitney/ in $XDG_CACHE_HOME."""
+    named = os.environ.get("JITNEY_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jitney"
+
+
+def compilation_cache_dir() -> Path:
+    """Folder that keeps compiled programs between starts."""
+    return cache_dir() / "xla"
 
 
 def kept_file(room: str, facts: Mapping[str, object]) -> Path:

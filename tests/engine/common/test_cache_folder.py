@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jitney.engine.config.cache_folder import make_folders, make_private, open_compilation_cache
+from jitney.engine.common.cache_folder import make_folders, make_private
 from jitney.engine.config.schema import Config, EngineSection
 from jitney.engine.config.tuned_sizes import TunedSizes
 from jitney.engine.core import jax_start
+from jitney.engine.core.jax_start import open_compilation_cache
 
 ROOT = os.geteuid() == 0
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
-import os
 import pkgutil
 from pathlib import Path
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.extras import how_to_install
-from jitney.engine.config.schema import EngineSection
+from jitney.engine.common.extras import how_to_install
 
 #: The extras that install a platform's packages, the usual one first.
 _EXTRAS = {"cuda": ("cuda12", "cuda13"), "tpu": ("tpu",)}
@@ -25,12 +23,6 @@ _DRIVER = "libcuda.so.1"
 _TPU_FILES = ("accel*", "vfio/[0-9]*")
 _PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
 _GOOGLE = "0x1ae0"
-
-
-def prepare_platform(engine: EngineSection) -> None:
-    """Set jax's environment variables before it is imported, and check. Raises ConfigError."""
-    os.environ.update(engine.jax_environment)
-    check_platform(engine.platform)
 
 
 def check_platform(platform: str) -> None:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from jitney.engine.config.extras import how_to_install
+from jitney.engine.common.extras import how_to_install
 
 
 class Installed:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from jitney.engine.config.layers import settings
+from jitney.engine.config import settings
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmMgG])?")
 #: Suffixes of vLLM's numbers.

@@ -17,8 +17,8 @@ import pytest
 from places import CONFIGS
 
 from jitney.engine.cli import main
+from jitney.engine.common import platforms
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import platforms
 from jitney.engine.config.layers import load_config
 from jitney.engine.core.jax_start import start_jax
 from jitney.engine.core.llm import LLM

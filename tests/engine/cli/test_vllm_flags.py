@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.cli import main
-from jitney.engine.config.arguments import Arguments
-from jitney.engine.config.flags import _add_settings, _Parser
-from jitney.engine.config.layers import settings
-from jitney.engine.config.schema import Config
-from jitney.engine.config.vllm_flags import (
+from jitney.engine.cli.vllm_flags import (
     _VLLM_FLAGS,
     _Accepted,
     _Mapped,
@@ -19,6 +15,10 @@ from jitney.engine.config.vllm_flags import (
     _table,
     add_vllm_flags,
 )
+from jitney.engine.config.arguments import Arguments
+from jitney.engine.config.flags import _add_settings, _Parser
+from jitney.engine.config.layers import settings
+from jitney.engine.config.schema import Config
 
 ROOT = Path(__file__).parents[3]
 
