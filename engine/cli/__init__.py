@@ -57,7 +57,7 @@ _CASCADE = Commands(
     "A small model that passes requests to a large one where it is not sure.",
     {
         "tune": (
-            "engine.lab:cascade_tune",
+            "engine.fleet:cascade_tune",
             "find the threshold: cost against agreement, over your requests",
         )
     },

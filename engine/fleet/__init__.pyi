@@ -1,14 +1,7 @@
+from .cascade_command import cascade_tune as cascade_tune
 from .command import fleet_serve as fleet_serve
-from .compositions.answering import Answering as Answering
-from .compositions.answering import ModelAnswer as ModelAnswer
-from .compositions.cascade import Cascade as Cascade
-from .compositions.cascade import Measure as Measure
-from .compositions.engines import EngineAddress as EngineAddress
-from .compositions.engines import engines_at as engines_at
 from .launchers.engine_process import ADMIN_KEYS as ADMIN_KEYS
 from .replica_set import ReplicaSet as ReplicaSet
 from .replicas import Replica as Replica
-from .request import ProxiedRequest as ProxiedRequest
-from .request import Route as Route
 from .resume import events as events
 from .routing import RouterName as RouterName

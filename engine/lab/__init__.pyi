@@ -5,7 +5,6 @@ from .commands.bench_serve import bench_serve as bench_serve
 from .commands.bench_sizes import bench_sizes as bench_sizes
 from .commands.bench_step import bench_step as bench_step
 from .commands.bench_sweep import bench_sweep as bench_sweep
-from .commands.cascade_tune import cascade_tune as cascade_tune
 from .commands.plan import plan as plan
 from .commands.simulate import simulate as simulate
 from .policy_lab import Lab as Lab

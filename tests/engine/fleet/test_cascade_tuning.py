@@ -12,10 +12,10 @@ import pytest
 from scripted_models import Said, ScriptedModel, ScriptedModels
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.fleet.cascade_command import _MEASURES
 from jitney.engine.fleet.compositions.answering import ModelAnswer
 from jitney.engine.fleet.compositions.cascade import Cascade, CascadeSettings, Measure
-from jitney.engine.fleet.request import ProxiedRequest
-from jitney.engine.lab.cascade_tuning import (
+from jitney.engine.fleet.compositions.cascade_tuning import (
     ModelComparison,
     Pair,
     Thresholds,
@@ -24,7 +24,7 @@ from jitney.engine.lab.cascade_tuning import (
     _Spent,
     read_requests,
 )
-from jitney.engine.lab.commands.cascade_tune import _MEASURES
+from jitney.engine.fleet.request import ProxiedRequest
 
 MEAN = Measure("mean")
 

@@ -16,8 +16,8 @@ from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.terminal import progress_reporter
 from jitney.engine.config import Arguments, Command, Flag, FlagGroup
-from jitney.engine.fleet import EngineAddress, Measure, ProxiedRequest
-from jitney.engine.lab.cascade_tuning import (
+from jitney.engine.fleet.compositions.cascade import Measure
+from jitney.engine.fleet.compositions.cascade_tuning import (
     Cost,
     ModelComparison,
     Pair,
@@ -26,7 +26,8 @@ from jitney.engine.lab.cascade_tuning import (
     TokenPrices,
     read_requests,
 )
-from jitney.engine.lab.commands.bench_flags import JSON
+from jitney.engine.fleet.compositions.engines import EngineAddress
+from jitney.engine.fleet.request import ProxiedRequest
 
 if TYPE_CHECKING:
     from jitney.dashboard import Table
@@ -77,7 +78,7 @@ _ASKED = (
     ),
     Flag.number("--small-price", "of a million tokens of the small model", least=0),
     Flag.number("--large-price", "of a million tokens of the large model", least=0),
-    JSON,
+    Flag.output("--json", "write all figures to a file; - is standard output"),
 )
 _DEFAULTS = (
     Flag.whole("--max-tokens", "of requests that do not say", least=1),
@@ -174,7 +175,7 @@ def _address_from(flag: str, text: str) -> EngineAddress:
 async def _compare(
     args: Arguments, requests: Sequence[ProxiedRequest]
 ) -> tuple[list[Pair], list[str]]:
-    from jitney.engine.fleet import engines_at
+    from jitney.engine.fleet.compositions.engines import engines_at
 
     addresses = {name: _address_from(name, getattr(args, name)) for name in (_SMALL, _LARGE)}
     prices = TokenPrices(args.small_price, args.large_price)

@@ -18,7 +18,9 @@ import orjson
 
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.fleet import Answering, Cascade, Measure, ModelAnswer, ProxiedRequest, Route
+from jitney.engine.fleet.compositions.answering import Answering, ModelAnswer
+from jitney.engine.fleet.compositions.cascade import Cascade, Measure
+from jitney.engine.fleet.request import ProxiedRequest, Route
 from jitney.engine.server import HttpError
 
 #: How agreement is measured: equal (whether the texts are equal), words (F1 of shared words).
