@@ -17,9 +17,7 @@ from jitney.engine.core import Display, check_fits
 
 if TYPE_CHECKING:
     from jitney.engine.common.engine_info import EngineInfo
-    from jitney.engine.core import ModelSource, Tokenizer
-    from jitney.engine.server.chat.chat_templates import ChatTemplates
-    from jitney.engine.server.chat.grammars import Grammars
+    from jitney.engine.core import ChatTemplates, Grammars, ModelSource, Tokenizer
     from jitney.engine.server.http.service import Service
     from jitney.engine.server.process.process_client import ProcessClient
 
@@ -81,7 +79,7 @@ class Equipment:
 
     async def _start_chat_templates(self, tokenizer: Tokenizer) -> ChatTemplates | None:
         """Start the renderers of chats; None for a model without a template."""
-        from jitney.engine.server.chat.chat_templates import ChatTemplates
+        from jitney.engine.core import ChatTemplates
 
         source = tokenizer.template_source
         if source is None:
@@ -129,10 +127,9 @@ async def _try_tokenizer(source: ModelSource) -> None:
 
 
 def _new_grammars(tokenizer: Tokenizer, info: EngineInfo) -> Grammars:
-    from jitney.engine.core import CheckerSetup
-    from jitney.engine.server.chat.grammars import Grammars
+    from jitney.engine.core import Grammars
 
-    return Grammars(CheckerSetup(tokenizer.special_names, info.model.vocab_size))
+    return Grammars(tokenizer.special_names, info.model.vocab_size)
 
 
 async def _in_thread[T](work: Callable[[], T]) -> T:

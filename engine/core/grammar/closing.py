@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jitney.engine.common.requests import JsonDict, JsonValue
-from jitney.engine.core.grammar.schema_tree import ANNOTATIONS, children, resolved
+from jitney.engine.common.schema_tree import ANNOTATIONS, children, resolved
 
 #: Keywords that do not concern the properties of an object.
 _QUIET = ANNOTATIONS | {"type", "discriminator"}

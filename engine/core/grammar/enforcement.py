@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.common.schema_tree import ANNOTATIONS, children, pointer
 from jitney.engine.core.grammar.closing import closed
 from jitney.engine.core.grammar.finite import endless_reference
 from jitney.engine.core.grammar.schema_rules import SchemaRules
-from jitney.engine.core.grammar.schema_tree import ANNOTATIONS, children, pointer
 from jitney.engine.core.grammar.terms import Terms
 
 #: Returns llguidance's error for a JSON schema, or "".

@@ -8,7 +8,7 @@ from itertools import combinations, permutations
 from math import comb, perm
 
 from jitney.engine.common.requests import JsonDict, JsonValue
-from jitney.engine.core.grammar.schema_tree import ANNOTATIONS, is_anything, is_never, resolved
+from jitney.engine.common.schema_tree import ANNOTATIONS, is_anything, is_never, resolved
 
 #: Most alternatives for one keyword.
 _MOST_ALTERNATIVES = 100

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import chain
 
 from jitney.engine.common.requests import JsonDict, JsonValue
-from jitney.engine.core.grammar.schema_tree import children, resolved
+from jitney.engine.common.schema_tree import children, resolved
 
 _DECODER = json.JSONDecoder()
 #: Parts of a grammar: comments, JSON, literals, patterns, tokens, repetitions and names.

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.common.schema_tree import LISTED, NAMED, ONE, escaped, is_never
 from jitney.engine.core.grammar.equivalents import with_known_keywords
 from jitney.engine.core.grammar.pattern_rules import rust_pattern, without_assertions
-from jitney.engine.core.grammar.schema_tree import LISTED, NAMED, ONE, escaped, is_never
 from jitney.engine.core.grammar.terms import Terms
 
 #: Most subschemas in all; one that oneOf refers to counts each time.

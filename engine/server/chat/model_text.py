@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.replaceable_threads import ReplaceableThreads
 from jitney.engine.common.requests import Grammar, JsonDict
-from jitney.engine.core import CheckedGrammar, CheckerSetup
-from jitney.engine.server.chat.chat_templates import ChatTemplates, RenderedTooLong
+from jitney.engine.core import ChatTemplates, CheckedGrammar, RenderedTooLong, checked_here
 from jitney.engine.server.chat.conversation.formats import TurnFormat
 from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities
 from jitney.engine.server.http.settings import ServerSettings
 
 if TYPE_CHECKING:
     from jitney.engine.common.engine_info import EngineInfo
-    from jitney.engine.core import FillIn, Tokenizer
-    from jitney.engine.server.chat.grammars import Grammars
+    from jitney.engine.core import FillIn, Grammars, Tokenizer
 
 _log = logging.getLogger("jitney.api")
 
@@ -139,8 +137,8 @@ class ModelText:
         if self.grammars is not None:
             return await self.grammars.checked(grammar, param)
         info, tokenizer = self._ready()
-        setup = CheckerSetup(tokenizer.special_names, info.model.vocab_size)
-        return await self.off_loop(lambda: _checked_here(setup, grammar, param))
+        names, size = tokenizer.special_names, info.model.vocab_size
+        return await self.off_loop(lambda: checked_here(names, size, grammar, param))
 
 
 class ModelTurns:
@@ -215,13 +213,6 @@ class ModelTurns:
                 if id is not None and (is_tag or id in tokenizer.special_ids):
                     self._special_texts[text] = id
         return self._special_texts
-
-
-def _checked_here(setup: CheckerSetup, grammar: Grammar, param: str) -> CheckedGrammar:
-    """Check a grammar in this thread, as `Grammars.checked` does. Raises RequestError."""
-    from jitney.engine.core import Checker
-
-    return Checker(setup).check(grammar).usable(param)
 
 
 class TextThreads:

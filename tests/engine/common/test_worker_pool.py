@@ -20,8 +20,7 @@ from jitney.engine.common import worker_pool as workers
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar
 from jitney.engine.common.worker_pool import WorkerPool
-from jitney.engine.core.grammar.setup import CheckerSetup
-from jitney.engine.server.chat.grammars import Grammars
+from jitney.engine.core.grammar.checks import Grammars
 
 SUPPORT = str(Path(obedient_worker.__file__).parent)
 #: Longer than any test waits.
@@ -212,7 +211,7 @@ async def test_a_module_that_does_not_start_is_told_of():
 async def test_a_slow_grammar_does_not_keep_a_fast_one_waiting():
     """The real checker, one of whose processes does not get on."""
 
-    grammars = Grammars(CheckerSetup(("<eos>",), 260), timeout_s=FOR_EVER)
+    grammars = Grammars(("<eos>",), 260, timeout_s=FOR_EVER)
     try:
         await grammars._workers.start()
         first, _ = grammars._workers._workers

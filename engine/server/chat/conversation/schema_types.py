@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import chain
 
 from jitney.engine.common.requests import JsonDict, JsonValue
-from jitney.engine.core import resolved
+from jitney.engine.common.schema_tree import resolved
 
 #: Counts down the subschemas that may still be visited.
 type Steps = Iterator[int]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jitney.engine.common.requests import JsonDict, JsonValue
-from jitney.engine.core import ANNOTATIONS, escaped, is_never, resolved
+from jitney.engine.common.schema_tree import ANNOTATIONS, escaped, is_never, resolved
 from jitney.engine.server.chat.conversation.lark import Lark
 from jitney.engine.server.chat.conversation.schema_types import (
     ALL_TYPES,

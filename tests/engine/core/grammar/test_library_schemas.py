@@ -25,9 +25,9 @@ from llguidance import LLMatcher
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model
 from schemas import SCHEMAS
 
+from jitney.engine.common.schema_tree import children
 from jitney.engine.core.grammar import grammar
 from jitney.engine.core.grammar.compiling import checked, new_matcher
-from jitney.engine.core.grammar.schema_tree import children
 from jitney.engine.core.grammar.terms import Terms
 
 

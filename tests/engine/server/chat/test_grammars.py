@@ -12,10 +12,9 @@ from api_fakes import FakeClient, Reply, call, make_app, run
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar
-from jitney.engine.core.grammar.setup import CheckerSetup
+from jitney.engine.core.grammar import checks as grammars
+from jitney.engine.core.grammar.checks import Grammars
 from jitney.engine.core.grammar.terms import Terms, json_rule
-from jitney.engine.server.chat import grammars
-from jitney.engine.server.chat.grammars import Grammars
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": "ab"},
@@ -27,7 +26,7 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
-SETUP = CheckerSetup(("<eos>",), 260)
+TOKENS = ("<eos>",), 260
 
 
 def named(schema: Any, **more: Any) -> dict[str, Any]:
@@ -181,7 +180,7 @@ async def test_a_schema_that_takes_for_ever_is_left_out_where_nobody_is_strict(
         ]
         return Grammar("lark", f"start: {rules[0]} | {rules[1]}")
 
-    checks = Grammars(SETUP, timeout_s=0.7)
+    checks = Grammars(*TOKENS, timeout_s=0.7)
     try:
         found = await checks.checked(turn(strict=False), "tools")
         assert found.unenforced == ("slow#",) and '"maximum": 5' in found.grammar.text
@@ -202,7 +201,7 @@ async def outcome(checks: Grammars, grammar: Grammar) -> str:
 
 
 async def test_a_process_checks_them_and_what_it_said_is_kept():
-    checks = Grammars(SETUP)
+    checks = Grammars(*TOKENS)
     try:
         assert await outcome(checks, Grammar("regex", "a+")) == "ok"
         assert await outcome(checks, Grammar("regex", "(")) == "invalid_value"
@@ -215,7 +214,7 @@ async def test_a_process_checks_them_and_what_it_said_is_kept():
 
 
 async def test_one_that_takes_too_long_is_given_up_with_its_process():
-    checks = Grammars(SETUP, timeout_s=1.0)
+    checks = Grammars(*TOKENS, timeout_s=1.0)
     try:
         await checks._workers.start()
         held = [worker.process for worker in checks._workers._workers]
@@ -235,7 +234,7 @@ async def test_one_that_takes_too_long_is_given_up_with_its_process():
 
 async def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammars, "_MOST_CHARS", 5 * grammars._CHARS_EACH)
-    checks = Grammars(SETUP)
+    checks = Grammars(*TOKENS)
     try:
         for number in range(12):
             assert await outcome(checks, Grammar("regex", f"a{{{number + 1}}}")) == "ok"

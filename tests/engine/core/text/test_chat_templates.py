@@ -18,10 +18,10 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.core.text.chat_templates import ChatTemplates
 from jitney.engine.core.text.fast_tokenizers import FastTokenizer, _tiny_fast
 from jitney.engine.core.text.template_worker import TemplateSource, render_source
 from jitney.engine.core.text.tokenizer import Tokenizer
-from jitney.engine.server.chat.chat_templates import ChatTemplates
 from jitney.engine.server.chat.conversation.template_abilities import (
     ChatAbilities,
     TemplateAbilities,

@@ -8,7 +8,7 @@ from typing import Any
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.worker_pool import WorkerPool
-from jitney.engine.core import Chat, Rendered, TemplateSource
+from jitney.engine.core.text.template_worker import Chat, Rendered, TemplateSource
 
 _MODULE = "jitney.engine.core.text.template_worker"
 

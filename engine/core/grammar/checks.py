@@ -10,7 +10,9 @@ from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.lru import LruCache
 from jitney.engine.common.requests import Grammar, JsonDict
 from jitney.engine.common.worker_pool import WorkerPool
-from jitney.engine.core import Checked, CheckedGrammar, CheckerSetup, Terms, schema_grammar
+from jitney.engine.core.grammar.grammar import schema_grammar
+from jitney.engine.core.grammar.setup import Checked, CheckedGrammar, CheckerSetup
+from jitney.engine.core.grammar.terms import Terms
 
 _MODULE = "jitney.engine.core.grammar.worker"
 #: Seconds that checking a grammar may take.
@@ -28,7 +30,10 @@ _ENDED = ErrorInfo(
 class Grammars:
     """Checks grammars for a model in processes of 27 MB, started with the first grammar."""
 
-    def __init__(self, setup: CheckerSetup, timeout_s: float = _TIMEOUT_S):
+    def __init__(
+        self, special_tokens: tuple[str, ...], vocab_size: int, timeout_s: float = _TIMEOUT_S
+    ):
+        setup = CheckerSetup(special_tokens, vocab_size)
         self._workers = WorkerPool("compiles grammars", _MODULE, setup, Checked, timeout_s)
         self._results: LruCache[Grammar, Checked] = LruCache(
             _MOST_CHARS, lambda grammar: _CHARS_EACH + len(grammar.text)
@@ -78,8 +83,9 @@ class Grammars:
         """Check again without lax schemas that time out alone; `result` if there are none or
         many.
         """
-        # Imported only here: the server needs these rules for no other grammar.
-        from jitney.engine.core import Enforced, bare, schemas, with_schemas
+        # Imported only here: no other grammar needs these rules in the server.
+        from jitney.engine.core.grammar.embedding import schemas, with_schemas
+        from jitney.engine.core.grammar.enforcement import Enforced, bare
 
         endless: list[JsonDict] = []
         for schema in schemas(grammar):
@@ -97,6 +103,15 @@ class Grammars:
         )
         result = await self._answer(lighter)
         return replace(result, unenforced=(*left_out, *result.unenforced))
+
+
+def checked_here(
+    special_tokens: tuple[str, ...], vocab_size: int, grammar: Grammar, param: str
+) -> CheckedGrammar:
+    """Check a grammar in this thread, as `Grammars.checked` does. Raises RequestError."""
+    from jitney.engine.core.grammar.worker import Checker
+
+    return Checker(CheckerSetup(special_tokens, vocab_size)).check(grammar).usable(param)
 
 
 def _seen(check: asyncio.Task[Checked]) -> None:
