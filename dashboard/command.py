@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import KEY_FLAG, NOTHING, Command, Config, Flag, FlagGroup, load_config
 from jitney.engine.config import settings as all_settings
-from jitney.engine.server import AcceptedKeys, base_url, check_tls, listen
+from jitney.engine.server import HttpServer
 
 if TYPE_CHECKING:
     import uvicorn
@@ -114,33 +113,16 @@ def _engines(addresses: Sequence[str], key: str) -> dict[str, RemoteEngine]:
 
 
 def _serve(config: Config, engines: dict[str, RemoteEngine], price: float | None) -> None:
-    from jitney.engine.core import make_display
-    from jitney.engine.server import raise_descriptor_limit
-
-    raise_descriptor_limit()
-    check_tls(config.server)
-    make_display().close()
-    _listen(config, engines, price)
-
-
-def _listen(config: Config, engines: dict[str, RemoteEngine], price: float | None) -> None:
-    server = _web_server(config, engines, price)
-    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        names = ", ".join(engine.url for engine in engines.values())
-        page = base_url(config.server, bound.getsockname()[1])
-        print(f"Jitney's page of {names}: {page}/", flush=True)
-        asyncio.run(_until_signal(server, bound))
-
-
-def _web_server(
-    config: Config, engines: dict[str, RemoteEngine], price: float | None
-) -> uvicorn.Server:
     """price: of one engine for an hour."""
-    from jitney.engine.server import Connections, limits, web_server
+    from jitney.engine.core import make_display
 
-    settings = limits(config, AcceptedKeys.of(config.server))
-    app = _page_of(engines, settings, price)
-    return web_server(config, settings, app, Connections(settings))
+    http = HttpServer.of(config.server)
+    make_display().close()
+    server = http.serve_app(_page_of(engines, http.settings, price))
+    with http.listening():
+        names = ", ".join(engine.url for engine in engines.values())
+        print(f"Jitney's page of {names}: {http.url}/", flush=True)
+        asyncio.run(_until_signal(server, http.bound))
 
 
 def _page_of(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import logging
 import os
 import shlex
 import signal
-import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.common.platforms import check_platform
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.terminal import say, visible
 from jitney.engine.config import (
     FOR,
@@ -36,21 +35,12 @@ from jitney.engine.config import (
 from jitney.engine.core import Display, make_display, placed
 from jitney.engine.lab import ServerSizes
 from jitney.engine.server import (
-    FAREWELL_S,
-    LIVE,
-    AcceptedKeys,
     Equipment,
     FreshSettings,
-    Reloader,
+    HttpServer,
     at_a_start_only,
-    base_url,
     check_adapter_names,
-    check_tls,
-    drain_status,
-    limits,
-    listen,
     raise_descriptor_limit,
-    web_server,
 )
 
 if TYPE_CHECKING:
@@ -164,19 +154,17 @@ def _start(
     """
     section = resolved.config.server
     check_platform(resolved.config.engine.platform)
-    check_tls(section)
-    keys = AcceptedKeys.of(section)
-    _warn_of_closed_pages(keys)
-    raise_descriptor_limit()
-    with contextlib.closing(listen(section.host, section.port)) as bound:
+    http = HttpServer.of(section)
+    _warn_of_closed_pages(http.settings)
+    with http.listening():
         display = make_display(section.log_level)
-        server = _Server(resolved, keys, bound, display, reread, times_steps=times_steps)
+        server = _Server(resolved, http, display, reread, times_steps=times_steps)
         _say_all(notes)
         return asyncio.run(server.serve())
 
 
-def _warn_of_closed_pages(keys: AcceptedKeys) -> None:
-    if keys.users and not keys.admins:
+def _warn_of_closed_pages(settings: ServerSettings) -> None:
+    if settings.api_keys and not settings.admin_keys:
         _log.warning(
             "no administrator's key is set: no client can see metrics, slots, texts, traces, "
             "reports, the policy lab or other users' requests (set admin_key_file)"
@@ -187,19 +175,16 @@ class _Server:
     def __init__(
         self,
         resolved: ResolvedConfig,
-        keys: AcceptedKeys,
-        bound: socket.socket,
+        http: HttpServer,
         display: Display,
         reread: Callable[[_TakeAdapters], FreshSettings],
         *,
         times_steps: bool = False,
     ):
-        from jitney.engine.server import ApiKeys, Connections, ProcessClient
+        from jitney.engine.server import ProcessClient
 
         config = self.config = resolved.config
-        #: The listening socket, and its URL for a client on this machine.
-        self.bound = bound
-        self.url = base_url(config.server, bound.getsockname()[1])
+        self.http = http
         self.display = display
         #: Whether to time this machine's steps while serving, to choose sizes for the next start.
         self.times_steps = times_steps
@@ -209,26 +194,13 @@ class _Server:
         self.recorder = self._make_recorder(config.server.record)
         #: Makes spans for OpenTelemetry (`otel`); None: off.
         self.tracing = self._make_tracing() if config.server.otel else None
-        settings = limits(config, keys)
-        accepted = ApiKeys(settings)
-        self.app = _build_app(config, settings, self.client, accepted)
+        self.app = _build_app(config, http.settings, self.client, http.accepted)
         service = self.app.state.service
         service.tracing = self.tracing
         service.resolved = resolved
         self.equipment = Equipment(config, self.client, display)
-        self.connections = Connections(settings)
-        self.web = web_server(config, settings, self.app, self.connections)
-        self.reload = service.reload = Reloader(
-            config.server,
-            partial(reread, self._take_adapters),
-            accepted,
-            self.connections,
-            service,
-            tls=lambda: self.web.config.ssl,
-            on_taken=self._show_taken,
-        )
-        #: Numbers of the signals to act on.
-        self.signals: asyncio.Queue[int] = asyncio.Queue()
+        http.serve_app(self.app)
+        http.reloads(service, partial(reread, self._take_adapters), self._show_taken)
         #: A signal was received; another engine that shares the experts has begun the drain.
         self._signalled = self._ends_with_others = False
 
@@ -253,30 +225,21 @@ class _Server:
 
         Raises JitneyError if loading fails.
         """
-        self._catch_signals()
-        web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
-        work = asyncio.create_task(self._work())
-        stop = asyncio.create_task(self.signals.get())
-        background = [
-            asyncio.create_task(each)
-            for each in (_collect_regularly(), self._stop_with_others(), self._watch_disks())
-        ]
+        server = self.config.server
+        folders = [server.data_folder]
+        if server.record:
+            folders.append(Path(server.record).absolute().parent)
         try:
-            await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
-            status = await self._drain() if stop.done() else 1
-            if work.done():
-                work.result()  # the reason, as an exception
-            return status
+            return await self.http.run(
+                self._work(),
+                self._drain,
+                folders,
+                self.client.history.incidents.disk_full,
+                self._take_signal,
+                (_collect_regularly(), self._stop_with_others()),
+            )
         finally:
-            for task in (work, stop, *background):
-                task.cancel()
-            await self._close(web)
-
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._take_signal, number)
-        self.reload.listen(self._take_signal)
+            await self._close()
 
     def _take_signal(self, number: int) -> None:
         """Queue a signal: the first begins the drain, the second ends it. If another engine began
@@ -285,7 +248,7 @@ class _Server:
         counts = self._signalled or not self._ends_with_others
         self._signalled = True
         if counts:
-            self.signals.put_nowait(number)
+            self.http.signals.put_nowait(number)
 
     async def _stop_with_others(self) -> None:
         """Stop when another engine that shares the experts stops."""
@@ -293,13 +256,12 @@ class _Server:
         if not self._signalled:
             _log.info("an engine that shares experts with this one stops; all of them stop")
             self._ends_with_others = True
-            self.signals.put_nowait(signal.SIGTERM)
+            self.http.signals.put_nowait(signal.SIGTERM)
 
-    def _show_taken(self, fresh: FreshSettings, keys: AcceptedKeys) -> None:
+    def _show_taken(self, live: JsonDict, _: tuple[str, ...]) -> None:
         service = self.app.state.service
         before: ResolvedConfig = service.resolved
-        new = {name: getattr(fresh.server, name) for name in LIVE}
-        new["adapters"] = self.client.config.model.adapters
+        new = live | {"adapters": self.client.config.model.adapters}
         old = values(before.config)
         changed = {name: value for name, value in new.items() if value != old[name]}
         service.resolved = before.with_values(changed, _REREAD)
@@ -317,21 +279,10 @@ class _Server:
         done = await self.client.set_adapters(adapters)
         return AdapterNews(done.added, done.removed, done.replaced, done.needs_restart)
 
-    async def _watch_disks(self) -> None:
-        """Watch the free space of folders that the server writes to; never returns."""
-        from jitney.engine.server import watch_disks
-
-        server = self.config.server
-        folders = [server.data_folder]
-        if server.record:
-            folders.append(Path(server.record).absolute().parent)
-        await watch_disks(folders, self.client.history.incidents.disk_full)
-
-    async def _close(self, web: asyncio.Task[None]) -> None:
+    async def _close(self) -> None:
         self.display.close()
         await self.client.close()
-        self.web.should_exit = True
-        await asyncio.wait((web,), timeout=FAREWELL_S + 1)
+        await self.http.close()
         await self.equipment.close()
         for listener in filter(None, (self.recorder, self.tracing)):
             listener.close()
@@ -344,7 +295,7 @@ class _Server:
         tokenizer, info = await self.equipment.equip(service, source)
         _freeze_objects()
         self.display.close()
-        for line in _greeting(self.config, self.url, info, tokenizer):
+        for line in _greeting(self.config, self.http.url, info, tokenizer):
             print(visible(line), flush=True)
         timing = None
         if self.times_steps and source.config.encoder is None:
@@ -360,13 +311,14 @@ class _Server:
 
     async def _drain(self) -> int:
         """Let requests finish for drain_s seconds; a second signal ends them. -> exit status."""
-        limit = self.config.server.drain_s
-        self._begin_drain(limit)
-        status = await drain_status(self._drained(), self.signals, limit)
+        self.app.state.service.begin_drain()
+        self.http.connections.hurry()
+        self.client.drain()
+        status = await self.http.drained(self._drained())
         if status > 128:
             self.client.kill()
-            self.web.force_exit = True
         elif status:
+            limit = self.config.server.drain_s
             _log.warning("draining ends after %g s: running requests are aborted", limit)
         return status
 
@@ -374,12 +326,6 @@ class _Server:
         """Wait until no request is open here or at engines that share experts with this one."""
         await self.app.state.service.drained()
         await self.client.drained_together()
-
-    def _begin_drain(self, limit: float) -> None:
-        self.app.state.service.begin_drain()
-        self.connections.hurry()
-        self.client.drain()
-        _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
 
 
 def _freeze_objects() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import os
-import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,30 +11,18 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.extras import how_to_install
-from jitney.engine.config import Command, Config, Flag, FlagGroup
-from jitney.engine.server import (
-    AcceptedKeys,
-    Reloader,
-    base_url,
-    check_tls,
-    drain_status,
-    listen,
-)
+from jitney.engine.config import Command, Flag, FlagGroup
+from jitney.engine.server import HttpServer
 
 if TYPE_CHECKING:
-    import uvicorn
     from ray.serve import Application
 
     from jitney.engine.fleet.build import FleetParts
     from jitney.engine.fleet.config import FleetConfig
     from jitney.engine.fleet.fleet import Fleet
     from jitney.engine.fleet.launchers.local import LocalEngines
-    from jitney.engine.server import AdapterNews, ApiKeys, Connections
+    from jitney.engine.server import AdapterNews
 
-_log = logging.getLogger("jitney")
-
-#: Seconds for sending the last answers after the drain.
-_FAREWELL_S = 3.0
 #: Path of the page of all engines.
 _PAGE = "/dashboard"
 #: Reads the fleet's file again. Raises ConfigError.
@@ -80,12 +64,11 @@ def fleet_serve(arguments: Sequence[str]) -> int:
     flags = {name: value for name, value in flag_values.items() if value is not None}
     read = partial(FleetConfig.read, args.file, os.environ, flags)
     config = read()
-    check_tls(config.server)
-    keys = AcceptedKeys.of(config.server)
+    http = HttpServer.of(config.server)
     if args.on == "processes":
-        return _start(config, keys, read)
+        return _start(config, http, read)
     return _start_on_ray(
-        config, keys, partial(FleetConfig.read, config.file, _own(os.environ), flags)
+        config, http, partial(FleetConfig.read, config.file, _own(os.environ), flags)
     )
 
 
@@ -94,7 +77,7 @@ def _own(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith("JITNEY_")}
 
 
-def _start_on_ray(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
+def _start_on_ray(config: FleetConfig, http: HttpServer, read: _Read) -> int:
     """Serve under Ray Serve. Raises ConfigError if Ray is not installed."""
     try:
         from jitney.engine.fleet.launchers.ray_app import is_one_machine, run_on_ray
@@ -104,24 +87,22 @@ def _start_on_ray(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
         raise ConfigError(f"--on ray needs Ray Serve: {how_to_install('ray')}") from None
     from jitney.engine.fleet.launchers.engine_process import LOCALHOST
 
-    application = _application(config, keys, read, LOCALHOST if is_one_machine() else "")
+    application = _application(config, http, read, LOCALHOST if is_one_machine() else "")
     run_on_ray(application, config.server.host, config.server.port)
     return 0
 
 
-def _application(config: FleetConfig, keys: AcceptedKeys, read: _Read, host: str) -> Application:
+def _application(config: FleetConfig, http: HttpServer, read: _Read, host: str) -> Application:
     """The Ray Serve application. read: works on every node with the fleet's files. host: address on
     which engines listen; empty: their node's address.
     """
     from jitney.engine.fleet.launchers.ray_app import build_application
     from jitney.engine.fleet.reread import engine_key
-    from jitney.engine.server import limits
 
     # There may be several ingresses, on any node: they do not store files, batches or jobs.
-    own = replace(limits(Config(server=config.server), keys), data_dir=None)
-    settings = own.with_page(_PAGE)
+    settings = replace(http.settings, data_dir=None).with_page(_PAGE)
     return build_application(
-        config, settings, keys.admins, url_key=engine_key(config), host=host, read=read
+        config, settings, http.keys.admins, url_key=engine_key(config), host=host, read=read
     )
 
 
@@ -135,80 +116,57 @@ def ray_application(args: dict[str, str]) -> Application:
     if set(args) != {"file"}:
         raise ConfigError("args of jitney's application are { file: FLEET_TOML }, no others")
     config = FleetConfig.read(args["file"], os.environ)
-    check_tls(config.server)
     read = partial(FleetConfig.read, config.file, _own(os.environ))
-    return _application(config, AcceptedKeys.of(config.server), read, "")
+    return _application(config, HttpServer.of(config.server), read, "")
 
 
-def _start(config: FleetConfig, keys: AcceptedKeys, read: _Read) -> int:
+def _start(config: FleetConfig, http: HttpServer, read: _Read) -> int:
     from jitney.engine.core import make_display
-    from jitney.engine.server import raise_descriptor_limit
 
-    raise_descriptor_limit()
     make_display(config.server.log_level).close()
-    with contextlib.closing(listen(config.server.host, config.server.port)) as bound:
-        return asyncio.run(_serve(config, keys, bound, read))
+    with http.listening():
+        return asyncio.run(_serve(config, http, read))
 
 
-async def _serve(config: FleetConfig, keys: AcceptedKeys, bound: socket.socket, read: _Read) -> int:
+async def _serve(config: FleetConfig, http: HttpServer, read: _Read) -> int:
     from jitney.engine.fleet.build import open_fleet
     from jitney.engine.fleet.launchers.local import LocalEngines
     from jitney.engine.fleet.reread import engine_key
 
     async with open_fleet(config, engine_key(config)) as (fleet, parts):
-        engines = LocalEngines(config, parts, keys.users, keys.admins)
-        return await _Serving(config, keys, bound, fleet, parts, engines, read).run()
-
-
-def _ignore() -> None:
-    """Do nothing: the log has the message."""
+        engines = LocalEngines(config, parts, http.keys.users, http.keys.admins)
+        return await _Serving(config, http, fleet, parts, engines, read).run()
 
 
 class _Serving:
     def __init__(
         self,
         config: FleetConfig,
-        keys: AcceptedKeys,
-        bound: socket.socket,
+        http: HttpServer,
         fleet: Fleet,
         parts: FleetParts,
         engines: LocalEngines,
         read: _Read,
     ):
+        from jitney.engine.fleet.ingress import create_ingress
+        from jitney.engine.fleet.page import fleet_page_routes
         from jitney.engine.fleet.reread import FleetReader
-        from jitney.engine.server import ApiKeys, Connections, limits
 
         self.config = config
-        self.bound = bound
+        self.http = http
         self.fleet = fleet
         self.parts = parts
         self.engines = engines
-        settings = limits(Config(server=config.server), keys)
-        self._settings = replace(settings, data_dir=config.data_dir)
-        accepted, connections = ApiKeys(settings), Connections(settings)
-        self.web = self._web_server(accepted, connections)
-        self.reload = fleet.reload = Reloader(
-            config.server,
-            FleetReader(config, read, parts, self._take_adapters),
-            accepted,
-            connections,
+        http.settings = replace(http.settings, data_dir=config.data_dir)
+        price = config.fleet.price_per_hour
+        page = fleet_page_routes(fleet, http.settings, _PAGE, price, http.accepted)
+        own = http.settings.with_page(_PAGE)
+        http.serve_app(create_ingress(fleet, own, extra_routes=page, keys=http.accepted))
+        http.reloads(
             fleet,
-            tls=lambda: self.web.config.ssl,
-            on_taken=lambda _, keys: engines.accept(keys.admins),
+            FleetReader(config, read, parts, self._take_adapters),
+            on_taken=lambda _, admins: engines.accept(admins),
         )
-        #: Numbers of received signals.
-        self.signals: asyncio.Queue[int] = asyncio.Queue()
-
-    def _web_server(self, accepted: ApiKeys, connections: Connections) -> uvicorn.Server:
-        from jitney.engine.fleet.ingress import create_ingress
-        from jitney.engine.fleet.page import fleet_page_routes
-        from jitney.engine.server import web_server
-
-        settings, price = self._settings, self.config.fleet.price_per_hour
-        page = fleet_page_routes(self.fleet, settings, _PAGE, price, accepted)
-        own = settings.with_page(_PAGE)
-        app = create_ingress(self.fleet, own, extra_routes=page, keys=accepted)
-        return web_server(Config(server=self.config.server), settings, app, connections)
 
     async def _take_adapters(self, fresh: FleetConfig) -> AdapterNews:
         """Make engines that are started here serve the configured adapters, and route requests for
@@ -233,30 +191,16 @@ class _Serving:
 
     async def run(self) -> int:
         """Answer probes, start the engines, serve, drain. Raises JitneyError."""
-        from jitney.engine.server import watch_disks
-
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.signals.put_nowait, number)
-        self.reload.listen(self.signals.put_nowait)
-        web = asyncio.create_task(self.web.serve(sockets=[self.bound]))
-        work = asyncio.create_task(self._work())
-        stop = asyncio.create_task(self.signals.get())
-        watching = asyncio.create_task(watch_disks([self.config.data_dir], _ignore))
         try:
-            await asyncio.wait((web, work, stop), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()  # the reason, as an exception
-            return await self._drain() if stop.done() else 1
+            return await self.http.run(self._work(), self._drain, [self.config.data_dir])
         finally:
-            for task in (work, stop, watching):
-                task.cancel()
-            await self._close(web)
+            await self.http.close()
+            await self.engines.close()
 
     async def _work(self) -> None:
         """Start the engines, print the addresses, and keep the engines running."""
         await self.engines.start()
-        url = base_url(self.config.server, self.bound.getsockname()[1])
+        url = self.http.url
         print(f"Jitney's fleet serves {', '.join(self.fleet.models)}", flush=True)
         print(f"  endpoint  {url}/v1", flush=True)
         print(f"  engines   {url}/fleet/replicas", flush=True)
@@ -267,16 +211,8 @@ class _Serving:
         """Let running requests finish, at most drain_s seconds; a second signal ends everything at
         once. Returns the exit status.
         """
-        limit = self.config.server.drain_s
         self.fleet.begin_drain()
-        _log.info("stopping: running requests have %g s; a second signal stops at once", limit)
-        status = await drain_status(self.fleet.drained(), self.signals, limit)
+        status = await self.http.drained(self.fleet.drained())
         if status > 128:
-            self.web.force_exit = True
             self.engines.kill()
         return status
-
-    async def _close(self, web: asyncio.Task[None]) -> None:
-        self.web.should_exit = True
-        await asyncio.wait((web,), timeout=_FAREWELL_S)
-        await self.engines.close()

@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 from starlette.types import Receive, Scope, Send
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
@@ -44,15 +45,7 @@ from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.reread import FleetReader
 from jitney.engine.fleet.rollout.rollout import Rollout
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
-from jitney.engine.server import (
-    AcceptedKeys,
-    ApiKeys,
-    Connections,
-    FreshSettings,
-    Reloader,
-    ServerSettings,
-    hang_up,
-)
+from jitney.engine.server import HttpServer, Reloader, ServerSettings, hang_up
 
 _log = logging.getLogger("jitney.fleet")
 
@@ -92,11 +85,14 @@ class _IngressApp:
                 for arm, model in parts.arms.items()
                 if model.section.replicas
             ]
-            price, keys = arguments.config.fleet.price_per_hour, ApiKeys(arguments.settings)
+            # Without connections: Serve has them.
+            http = HttpServer(arguments.config.server, arguments.settings)
+            price, keys = arguments.config.fleet.price_per_hour, http.accepted
             page = fleet_page_routes(fleet, arguments.settings, _PAGE, price, keys)
             self._app = create_ingress(fleet, arguments.settings, extra_routes=page, keys=keys)
             if arguments.read is not None:
-                fleet.reload = reload = self._reloader(arguments.read, keys, fleet, parts)
+                read = FleetReader(arguments.config, arguments.read, parts)
+                reload = http.reloads(fleet, read, self._take_keys)
                 following.append(asyncio.create_task(self._follow_reloads(reload)))
             await send({"type": "lifespan.startup.complete"})
             await receive()
@@ -107,23 +103,8 @@ class _IngressApp:
             await asyncio.gather(*following, return_exceptions=True)
         await send({"type": "lifespan.shutdown.complete"})
 
-    def _reloader(
-        self, read: Callable[[], FleetConfig], keys: ApiKeys, fleet: Fleet, parts: FleetParts
-    ) -> Reloader:
-        arguments = self._fleet
-
-        def take(_: FreshSettings, accepted: AcceptedKeys) -> None:
-            self._environ = keys_environ(accepted.admins, arguments.key)
-
-        return Reloader(
-            arguments.config.server,
-            FleetReader(arguments.config, read, parts),
-            keys,
-            Connections(arguments.settings),  # always empty: Serve has the connections
-            fleet,
-            tls=lambda: None,
-            on_taken=take,
-        )
+    def _take_keys(self, _: JsonDict, admins: tuple[str, ...]) -> None:
+        self._environ = keys_environ(admins, self._fleet.key)
 
     async def _follow_reloads(self, reload: Reloader) -> None:
         """Read the files again when the directory has a request for it, and send it the engines'

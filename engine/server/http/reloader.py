@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.key_file import read_key_file
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import ServerSection
 from jitney.engine.server.http.listen import AcceptedKeys, check_tls, load_certificate
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         AdapterNews,
         FileNews,
         KeyNews,
+        Reload,
         ReloadAnswer,
     )
     from jitney.engine.server.http.settings import ServerSettings
@@ -49,7 +51,7 @@ _READ_AT_USE = frozenset(
     }
 )
 #: Settings of [server] that a running server can change.
-LIVE = _READ_AT_USE | {
+_LIVE = _READ_AT_USE | {
     "api_key_file",
     "api_keys",
     "admin_key_file",
@@ -72,8 +74,8 @@ async def _no_adapters() -> AdapterNews:
 def at_a_start_only(
     before: Mapping[str, object], fresh: Mapping[str, object], *live: str
 ) -> list[str]:
-    """Changed settings that need a restart. live: those that do not, beside `LIVE`."""
-    names = before.keys() - LIVE - set(live)
+    """Changed settings that need a restart. live: those that do not, beside `_LIVE`."""
+    names = before.keys() - _LIVE - set(live)
     return sorted(name for name in names if fresh[name] != before[name])
 
 
@@ -83,11 +85,12 @@ class _Limits(Protocol):
     def limit(self, max_concurrent: int, tokens_per_minute: int) -> None: ...
 
 
-class _Host(Protocol):
+class ReloadHost(Protocol):
     """The server behind the endpoint: an engine's, or a fleet's."""
 
     settings: ServerSettings
     internal_requests: InternalRequests | None
+    reload: Reload | None
 
     @property
     def quotas(self) -> _Limits: ...
@@ -118,11 +121,11 @@ class Reloader:
     read: Callable[[], FreshSettings]
     keys: ApiKeys
     connections: Connections
-    host: _Host
+    host: ReloadHost
     #: TLS of the listening socket; None: it speaks none.
     tls: Callable[[], ssl.SSLContext | None]
-    #: Called with the settings and the keys in effect.
-    on_taken: Callable[[FreshSettings, AcceptedKeys], None] | None = None
+    #: Called with the settings in effect that can change, by name, and the administrators' keys.
+    on_taken: Callable[[JsonDict, tuple[str, ...]], None] | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Digest of the certificate files in use.
     _certificate: bytes = field(init=False)
@@ -145,7 +148,8 @@ class Reloader:
             keys = await self._take_keys(accepted)
             settings = self._take_settings(fresh.server, secret)
             if self.on_taken is not None:
-                self.on_taken(fresh, accepted)
+                live = {name: getattr(fresh.server, name) for name in _LIVE}
+                self.on_taken(live, accepted.admins)
         answer = ReloadAnswer(
             keys=keys,
             certificate=certificate,

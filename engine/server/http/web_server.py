@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.common.key_file import read_key_file
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import Config, ServerSection
+from jitney.engine.config import ServerSection
 from jitney.engine.server.http.descriptors import (
     ACCEPTED_AT_ONCE,
     connections_within,
@@ -31,11 +31,10 @@ _ACCEPT_QUEUE = 2048
 _HEADER_LIMIT = 1 << 16
 
 
-def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
+def limits(server: ServerSection, keys: AcceptedKeys) -> ServerSettings:
     """The [server] section as the endpoint takes it."""
     from jitney.engine.server.http.settings import ServerSettings, digest_key
 
-    server = config.server
     return ServerSettings(
         server=server,
         api_keys=tuple(map(digest_key, keys.users)),
@@ -48,7 +47,7 @@ def limits(config: Config, keys: AcceptedKeys) -> ServerSettings:
 
 
 def web_server(
-    config: Config, settings: ServerSettings, app: Starlette, connections: Connections
+    server: ServerSection, settings: ServerSettings, app: Starlette, connections: Connections
 ) -> uvicorn.Server:
     """uvicorn with bounded headers and our signals: a drain is more than closing connections."""
     import uvicorn
@@ -74,7 +73,7 @@ def web_server(
                 bound.listen(_ACCEPT_QUEUE)
 
     protocol = http_protocol(settings, connections)
-    return WebServer(uvicorn.Config(app, http=protocol, **_web_options(config.server)))
+    return WebServer(uvicorn.Config(app, http=protocol, **_web_options(server)))
 
 
 def _web_options(server: ServerSection) -> JsonDict:

@@ -29,12 +29,10 @@ from jitney.engine.config.arguments import Arguments
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.access import ApiKeys
-from jitney.engine.server.http.connections import Connections
-from jitney.engine.server.http.listen import AcceptedKeys, base_url, listen
+from jitney.engine.server.http.http_server import HttpServer
+from jitney.engine.server.http.listen import AcceptedKeys
 from jitney.engine.server.http.reload import AdapterNews
 from jitney.engine.server.http.reloader import FreshSettings, Reloader
-from jitney.engine.server.http.web_server import limits, web_server
 
 PROMPT = {"model": "m", "prompt": "Hi", "max_tokens": 200}
 SLOW = Script("x" * 200, delay_s=0.05)
@@ -87,33 +85,26 @@ class Running:
     def serving(self) -> Iterator[Running]:
         """As `jitney serve` puts it together."""
         config = self.config
-        settings = limits(config, AcceptedKeys.of(config.server))
-        keys, connections = ApiKeys(settings), Connections(settings)
+        http = HttpServer.of(config.server)
+        settings, keys = http.settings, http.accepted
         client: Any = self.engine
         pages = Dashboard(client, settings, keys=keys).mounted("/dashboard")
         own = settings.with_page("/dashboard")
         app = create_app(client, ByteTokenizer(), own, "m", pages, keys=keys)  # type: ignore[arg-type]
-        bound = listen("127.0.0.1", 0)
-        server = web_server(config, settings, app, connections)
-        service = self.host = app.state.service
-        service.reload = Reloader(
-            config.server,
-            lambda: FreshSettings(self.config.server, self.changed),
-            keys,
-            connections,
-            service,
-            tls=lambda: server.config.ssl,
-        )
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
-        thread.start()
-        try:
-            until(lambda: server.started)
-            self.url = base_url(config.server, bound.getsockname()[1])
-            yield self
-        finally:
-            server.should_exit = True
-            thread.join(PATIENCE_S)
-            bound.close()
+        server = http.serve_app(app)
+        self.host = app.state.service
+        http.reloads(self.host, lambda: FreshSettings(self.config.server, self.changed))
+        with http.listening():
+            answering = server.serve(sockets=[http.bound])
+            thread = threading.Thread(target=lambda: asyncio.run(answering))
+            thread.start()
+            try:
+                until(lambda: server.started)
+                self.url = http.url
+                yield self
+            finally:
+                server.should_exit = True
+                thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
 
@@ -479,7 +470,7 @@ def test_a_server_neither_begins_nor_stops_to_speak_tls(tmp_path: Path):
 def test_who_cannot_read_again_says_so():
     """Such as a fleet's endpoint on Ray."""
     section = ServerSection()
-    settings = replace(limits(Config(server=section), AcceptedKeys()), data_dir=None)
+    settings = replace(HttpServer.of(section).settings, data_dir=None)
     app = create_app(FakeClient(), ByteTokenizer(), settings, "m")  # type: ignore[arg-type]
 
     async def ask() -> httpx.Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from jitney.engine.lab import server_sizes as sizes_of_server
 from jitney.engine.lab.bench import sizes, timing_behind
 from jitney.engine.lab.bench.sizes import SizeTimes, Timed
 from jitney.engine.lab.server_sizes import ServerSizes
-from jitney.engine.server.http.listen import AcceptedKeys
+from jitney.engine.server.http.http_server import HttpServer
 from jitney.engine.server.http.reloader import FreshSettings
 
 #: A machine on which 16 seats and 128 rows are the most, and one thread is enough.
@@ -85,7 +84,7 @@ class Servers:
     def __init__(self) -> None:
         self.served: list[ResolvedConfig] = []
 
-    def __call__(self, resolved, keys, bound, display, reread, *, times_steps: bool) -> Servers:
+    def __call__(self, resolved, http, display, reread, *, times_steps: bool) -> Servers:
         self.resolved, self.times_steps = resolved, times_steps
         return self
 
@@ -244,10 +243,9 @@ async def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.Mo
         return "dead"
 
     monkeypatch.setattr(ServerSizes, "time_behind", time_behind)
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        keys = AcceptedKeys.of(resolved.config.server)
-        server = serve._Server(resolved, keys, bound, Shown(), _never_reread, times_steps=True)
+    http = HttpServer.of(resolved.config.server)
+    with http.listening():
+        server = serve._Server(resolved, http, Shown(), _never_reread, times_steps=True)
         server.client.dismissed = True
         monkeypatch.setattr(server.client, "until", until)
         await server._work()

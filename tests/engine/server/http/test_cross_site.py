@@ -11,8 +11,7 @@ from jitney.dashboard import Dashboard
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import load_config
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.listen import AcceptedKeys
-from jitney.engine.server.http.web_server import limits
+from jitney.engine.server.http.http_server import HttpServer
 
 PROMPT = {"model": "m", "prompt": "Hi", "max_tokens": 2}
 #: What a browser says of a page's request, by where the page is.
@@ -28,7 +27,7 @@ ADDRESS_BAR = {"sec-fetch-site": "none"}
 def app_of(**flags: Any):
     """The whole HTTP side as `jitney serve` makes it from these flags."""
     config = load_config(None, {}, flags)
-    settings = limits(config, AcceptedKeys.of(config.server))
+    settings = HttpServer.of(config.server).settings
     client = FakeClient()
     routes = Dashboard(client, settings).mounted("/dashboard")  # type: ignore[arg-type]
     return create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from jitney.engine.cli.serve import _Server
+from jitney.engine.config import Config, ServerSection
 from jitney.engine.fleet.command import _Serving
+from jitney.engine.server.http.http_server import HttpServer
 from jitney.engine.server.http.open_requests import OpenRequests
+from jitney.engine.server.http.settings import ServerSettings
 
 
 class Asked:
@@ -38,10 +41,10 @@ async def _at_once() -> None:
 def server_of(kind: type[Any], asked: Asked) -> Any:
     """As much of a server as a drain touches."""
     server = object.__new__(kind)
-    server.config = SimpleNamespace(server=SimpleNamespace(drain_s=0.05))
-    server.signals = asyncio.Queue()
-    server.web = SimpleNamespace(force_exit=False)
-    server.connections = SimpleNamespace(hurry=lambda: None)
+    server.config = Config(server=ServerSection(drain_s=0.05))
+    server.http = HttpServer(server.config.server, ServerSettings())
+    web: Any = SimpleNamespace(force_exit=False)
+    server.http.web = web
     server.client = SimpleNamespace(
         drain=lambda: None, kill=lambda: None, drained_together=_at_once
     )
@@ -66,9 +69,9 @@ async def test_an_answer_that_takes_too_long_does(kind: type[Any]):
 @pytest.mark.parametrize("kind", [_Server, _Serving])
 async def test_a_second_signal_is_the_status(kind: type[Any]):
     server = server_of(kind, Asked(drains=False))
-    server.signals.put_nowait(15)
+    server.http.signals.put_nowait(15)
     assert await server._drain() == 128 + 15
-    assert server.web.force_exit
+    assert server.http.web.force_exit
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ async def test_an_engine_that_shares_experts_stops_with_the_others(
     """others_before: the signal before which another engine began to drain; None: never."""
     others = asyncio.Event()
     server = object.__new__(_Server)
-    server.signals = asyncio.Queue()
+    server.http = HttpServer(ServerSection(), ServerSettings())
     server._signalled = server._ends_with_others = False
     client: Any = SimpleNamespace(until_others_drain=others.wait)
     server.client = client
@@ -103,4 +106,4 @@ async def test_an_engine_that_shares_experts_stops_with_the_others(
         if number:
             server._take_signal(number)
     listening.cancel()
-    assert [server.signals.get_nowait() for _ in range(server.signals.qsize())] == heard
+    assert [server.http.signals.get_nowait() for _ in range(server.http.signals.qsize())] == heard

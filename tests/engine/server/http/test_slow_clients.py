@@ -506,16 +506,14 @@ _WITH_FEW_FILES = """
 import asyncio, resource, sys
 sys.path.append(sys.argv[1])
 from api_fakes import make_app
-from jitney.engine.server.http.connections import Connections
-from jitney.engine.server.http.listen import AcceptedKeys, listen
-from jitney.engine.cli.serve import limits, web_server
-from jitney.engine.config.schema import Config
+from jitney.engine.config.schema import ServerSection
+from jitney.engine.server.http.http_server import HttpServer
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
-settings = limits(Config(), AcceptedKeys())
-server = web_server(Config(), settings, make_app(), Connections(settings))
-with listen("127.0.0.1", 0) as bound:
-    print(bound.getsockname()[1], flush=True)
-    asyncio.run(server.serve(sockets=[bound]))
+http = HttpServer.of(ServerSection(port=0))
+server = http.serve_app(make_app())
+with http.listening():
+    print(http.bound.getsockname()[1], flush=True)
+    asyncio.run(server.serve(sockets=[http.bound]))
 """
 
 

@@ -25,9 +25,8 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.connections import Connections
-from jitney.engine.server.http.listen import AcceptedKeys, base_url, check_tls, listen
-from jitney.engine.server.http.web_server import limits, web_server
+from jitney.engine.server.http.http_server import HttpServer
+from jitney.engine.server.http.listen import check_tls
 
 KEY = "a long administrator's key"
 PROMPT = {"model": "m", "prompt": "Hi", "max_tokens": 3}
@@ -55,25 +54,25 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def serving(**flags: Any) -> Iterator[str]:
     """The HTTP side as `jitney serve` runs it; yields its URL."""
     config = load_config(None, {"JITNEY_ADMIN_KEYS": KEY}, {"port": "0"} | flags)
-    settings = replace(
-        limits(config, AcceptedKeys.of(config.server)),
+    http = HttpServer.of(config.server)
+    http.settings = settings = replace(
+        http.settings,
         public_prefixes=("/dashboard/",),
         public_paths=frozenset({"/", "/dashboard"}),
     )
     client: Any = FakeClient()
     routes = Dashboard(client, settings).mounted("/dashboard")
     app = create_app(client, ByteTokenizer(), settings, "m", routes)  # type: ignore[arg-type]
-    bound = listen(config.server.host, 0)
-    server = web_server(config, settings, app, Connections(settings))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[bound])))
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield base_url(config.server, bound.getsockname()[1])
-    finally:
-        server.should_exit = True
-        thread.join(120)
-        bound.close()
+    server = http.serve_app(app)
+    with http.listening():
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[http.bound])))
+        thread.start()
+        try:
+            until(lambda: server.started)
+            yield http.url
+        finally:
+            server.should_exit = True
+            thread.join(120)
         assert not thread.is_alive()
 
 
