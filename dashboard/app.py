@@ -24,14 +24,14 @@ from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.history_log import HistoryLog
 from jitney.dashboard.incident_log import IncidentLog
-from jitney.dashboard.lab import Experiment, PolicyLab
+from jitney.dashboard.lab import LabHandlers, PolicyLab
 from jitney.dashboard.memory import memory
 from jitney.dashboard.notes import Notes
 from jitney.dashboard.page_files import accepts_gzip, zipped
 from jitney.dashboard.programs import programs
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.report import ReportData
-from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
+from jitney.dashboard.routes import PageRoutes, to_json
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
 from jitney.dashboard.tenants import tenants
 from jitney.dashboard.timeline import Window, Work, own_columns, record_columns, stay_columns
@@ -77,10 +77,6 @@ _MOST_INCIDENTS = 500
 _FAST = 1
 #: Bytes of a piece of a report.
 _BLOCK = 1 << 16
-_EXPERIMENT_FORM = (
-    "an experiment is JSON with minutes (a number), policies (a list of names), settings (an "
-    "object) and speed (a number)"
-)
 _JSON = {"content-type": "application/json"}
 #: Token ids to text.
 _Decode = Callable[[list[int]], str]
@@ -119,7 +115,7 @@ class Dashboard(PageRoutes):
         self.incident_log = IncidentLog(self.notes, settings.data_dir)
         hours = settings.server.history_hours
         self.history_log = HistoryLog(client, settings.data_dir, hours)
-        self.lab = lab
+        self.lab = LabHandlers(lab)
         self.feed = Feed(
             client,
             hz=hz,
@@ -170,10 +166,10 @@ class Dashboard(PageRoutes):
             "/work": self.list_work,
             "/work/{id}": self.cancel_work,
             "/programs": self.programs,
-            "/buckets": self.buckets,
+            "/buckets": self.lab.buckets,
             "/settings": self.show_settings,
             "/report": self.report,
-            "/lab": self.experiment,
+            "/lab": self.lab.experiment,
         }
 
     async def page(self, request: Request) -> Response:
@@ -397,12 +393,6 @@ class Dashboard(PageRoutes):
         records = self.client.history.records.since(-1)
         return to_json(await run_in_threadpool(programs, records, self.client.info))
 
-    async def buckets(self, request: Request) -> Response:
-        """The compiled sizes with which the recorded steps would have taken the least time."""
-        if self.lab is None:
-            raise HttpError(404, "this page has no policy lab", code="not_found")
-        return to_json(await self.lab.buckets())
-
     async def show_settings(self, request: Request) -> Response:
         """All settings with value and origin, like /config."""
         if self.service is None:
@@ -418,20 +408,6 @@ class Dashboard(PageRoutes):
         page = await self.drawings.draw(await self.slices.result(work))
         headers = {"content-type": "text/html; charset=utf-8"}
         return StreamingResponse(self.slices.blocks(_blocks_of(page)), headers)
-
-    async def experiment(self, request: Request) -> Response:
-        """The policy lab's state (GET), a new `lab.Experiment` (POST), the end of the running one
-        (DELETE).
-        """
-        if self.lab is None:
-            raise HttpError(404, "this page has no policy lab", code="not_found")
-        if request.method == "POST":
-            body = await read_body(request)
-            await self.lab.start(read_json(body, Experiment, _EXPERIMENT_FORM, "body"))
-            return to_json(self.lab.status(), 202)
-        if request.method == "DELETE":
-            await self.lab.stop()
-        return to_json(self.lab.status())
 
 
 def _no_request() -> HttpError:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
+from jitney.dashboard.routes import read_body, read_json, to_json
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.core import POLICIES
+from jitney.engine.server import HttpError
+
+_EXPERIMENT_FORM = (
+    "an experiment is JSON with minutes (a number), policies (a list of names), settings (an "
+    "object) and speed (a number)"
+)
 
 
 class Experiment(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,3 +54,32 @@ class PolicyLab(Protocol):
         many programs, and what they would save. Raises RequestError where nothing is recorded.
         """
         ...
+
+
+class LabHandlers:
+    """The handlers of the lab's routes. They answer 404 without a lab."""
+
+    def __init__(self, lab: PolicyLab | None):
+        self._lab = lab
+
+    @property
+    def lab(self) -> PolicyLab:
+        """The lab. Raises HttpError 404."""
+        if self._lab is None:
+            raise HttpError(404, "this page has no policy lab", code="not_found")
+        return self._lab
+
+    async def buckets(self, request: Request) -> Response:
+        """The compiled sizes with which the recorded steps would have taken the least time."""
+        return to_json(await self.lab.buckets())
+
+    async def experiment(self, request: Request) -> Response:
+        """The state (GET), a new `Experiment` (POST), the end of the running one (DELETE)."""
+        lab, status = self.lab, 200
+        if request.method == "POST":
+            body = await read_body(request)
+            await lab.start(read_json(body, Experiment, _EXPERIMENT_FORM, "body"))
+            status = 202
+        elif request.method == "DELETE":
+            await lab.stop()
+        return to_json(lab.status(), status)

@@ -43,6 +43,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.plan import Plan, StepResult
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.server.http.settings import ServerSettings
@@ -118,7 +119,9 @@ def core_reports(seats: int, steps: int) -> tuple[list[bytes], list[EngineReques
         max_seats=seats, context_length=2048, max_waiting_requests=10**6, max_waiting_tokens=10**9
     )
     scheduler = Scheduler(
-        limits, Buckets.of(max_seats=seats, token_budget=4 * seats), PagePool(PAGES, PAGE_SIZE)
+        limits,
+        Buckets.of(max_seats=seats, token_budget=4 * seats),
+        PageTables(PagePool(PAGES, PAGE_SIZE)),
     )
     core, traffic = EngineCore(scheduler, Instant(), Ledger()), requests(seats, steps)
     for request in traffic:

@@ -27,6 +27,7 @@ from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.plan import StepResult
 from jitney.engine.core.scheduler.policies import _ORDERS, POLICIES
 from jitney.engine.core.scheduler.scheduler import Scheduler
@@ -47,7 +48,7 @@ def scheduler_for(seats: int, policy: str, order: str) -> Scheduler:
     )
     buckets = Buckets.of(max_seats=seats, token_budget=4 * seats)
     return Scheduler(
-        limits, buckets, PagePool(seats * 40 + 1, PAGE, retain=False), clock=lambda: 0.0
+        limits, buckets, PageTables(PagePool(seats * 40 + 1, PAGE, retain=False)), clock=lambda: 0.0
     )
 
 

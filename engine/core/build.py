@@ -41,6 +41,7 @@ from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import NoPages, PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.scheduler.state_slots import StateTables
 from jitney.engine.core.setup import Setup, kernels_for, make_buckets, served_kernels, setup_on
@@ -523,15 +524,17 @@ def _make_scheduler(setup: Setup, programs: StepPrograms) -> Scheduler:
     return Scheduler(
         limits,
         programs.buckets,
-        _make_pool(setup, programs, programs.sizes.group_pages[0]),
+        PageTables(
+            _make_pool(setup, programs, programs.sizes.group_pages[0]),
+            model.window,
+            {
+                window: _make_pool(setup, programs, pages)
+                for window, pages in window_pages(setup, programs).items()
+            },
+            _make_state(setup, programs),
+        ),
         eos_ids=model.eos_ids,
         vocab_size=model.vocab_size,
-        window=model.window,
-        windows={
-            window: _make_pool(setup, programs, pages)
-            for window, pages in window_pages(setup, programs).items()
-        },
-        state=_make_state(setup, programs),
     )
 
 
@@ -594,9 +597,11 @@ def _core_alone(setup: Setup, model: Model, kernels: KernelSet) -> EngineCore:
             adapters=frozenset(setup.adapters.values()),
         ),
         buckets,
-        PagePool(n_pages, page_size, retain=False),
+        PageTables(
+            PagePool(n_pages, page_size, retain=False),
+            state=StateTables.without_checkpoints(1, page_size) if model.config.recurrent else None,
+        ),
         eos_ids=end_ids,
         vocab_size=model.config.vocab_size,
-        state=StateTables.without_checkpoints(1, page_size) if model.config.recurrent else None,
     )
     return EngineCore(scheduler, runner, Ledger())

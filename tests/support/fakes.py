@@ -24,6 +24,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.plan import REJECTED, MaskedRow, Plan, StepResult, StepWork
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.scheduler.sequence import HeldSlots
@@ -352,13 +353,15 @@ def make_core(
     scheduler = Scheduler(
         held_to,
         buckets.with_drafts(held_to.max_drafts) if held_to.max_drafts else buckets,
-        PagePool(pages, page_size, retain=retain, share_outputs=share_outputs, shares=shares),
+        PageTables(
+            PagePool(pages, page_size, retain=retain, share_outputs=share_outputs, shares=shares),
+            device.window,
+            {window: PagePool(n, page_size, retain=retain) for window, n in device.windows.items()},
+            state,
+        ),
         clock,
         eos,
         VOCAB,
-        device.window,
-        {window: PagePool(n, page_size, retain=retain) for window, n in device.windows.items()},
-        state,
     )
     return EngineCore(scheduler, device(pages, page_size, seats), Ledger(), clock)
 

@@ -155,6 +155,10 @@ class PageTables:
         windows: Mapping[int, PagePool] = _NO_WINDOWS,
         state: StateTables | None = None,
     ):
+        """pool, window: of the model's first cache group; window 0: its layers see all positions.
+        windows: the pools of the other groups by window. state: the slots of recurrent layers; None
+        without such layers.
+        """
         self.pool, self.window, self.windows, self.state = pool, window, windows, state
         #: Whether some layers have a window.
         self.has_window = window > 0 or len(windows) > 0
@@ -169,6 +173,13 @@ class PageTables:
         self._windows = [_GroupPages(own, size) for size, own in windows.items()]
         self._groups = [self._first, *self._windows]
         self._scores = PromptScores(pool.page_size)
+
+    def renewed(self) -> PageTables:
+        """New tables over the same pages, none of which is in use or kept."""
+        windows = {window: pool.renewed() for window, pool in self.windows.items()}
+        return PageTables(
+            self.pool.renewed(), self.window, windows, self.state and self.state.renewed()
+        )
 
     def _held(self, seq: Sequence) -> Iterator[tuple[_GroupPages, Sequence | WindowPages]]:
         """Each cache group, with the pages that a seated sequence holds in it."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 
 import msgspec
 
@@ -43,7 +42,6 @@ from jitney.engine.core.scheduler.seats import Seats
 from jitney.engine.core.scheduler.sequence import Matcher, Sequence
 from jitney.engine.core.scheduler.sequence_factory import SequenceFactory
 from jitney.engine.core.scheduler.speculation import Speculation
-from jitney.engine.core.scheduler.state_slots import StateTables
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 
 _log = logging.getLogger("jitney.core")
@@ -51,8 +49,6 @@ _log = logging.getLogger("jitney.core")
 _FAILED = ErrorInfo(
     "request_failed", "computing this request failed, also when it was computed alone"
 )
-
-_NO_WINDOWS: Mapping[int, PagePool] = MappingProxyType({})
 
 
 class Scheduler:
@@ -62,27 +58,20 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         buckets: Buckets,
-        pool: PagePool,
+        pages: PageTables,
         clock: Callable[[], float] = time.monotonic,
         eos_ids: Iterable[int] = (),
         vocab_size: int = 2**31 - 1,
-        window: int = 0,
-        windows: Mapping[int, PagePool] = _NO_WINDOWS,
-        state: StateTables | None = None,
-        tables: Callable[..., PageTables] = PageTables,
     ):
         """clock: returns seconds, for admission; `plan` and `commit` get the time as an argument.
-        eos_ids: tokens that end a sequence. pool, window: the page pool and the window of the
-        model's first cache group; window 0: its layers see all positions. windows: the pools of the
-        other groups by window. state: the slots of recurrent layers; None without such layers.
-        tables: builds the page tables from the last four.
+        eos_ids: tokens that end a sequence.
         """
         _check_buckets(buckets, limits.max_seats)
-        _check_windows(windows, limits, buckets)
+        _check_windows(pages.windows, limits, buckets)
         self.limits = limits
         self.buckets = buckets
         self.clock = clock
-        self.pool = pool
+        self.pool = pool = pages.pool
         #: Estimate of step times, updated by `observe`.
         self.step_times = StepTimeEstimate(buckets)
         #: Number of plans made so far, which is also the number of the newest plan.
@@ -90,9 +79,7 @@ class Scheduler:
         policy, order = make_policy(limits), make_order(limits.order)
         seats = Seats(limits.max_seats, holds=policy.holds)
         #: All open sequences, each seated, queued, held or leaving.
-        self.sequences = sequences = OpenSequences(
-            seats, tables(pool, window, windows, state), order.queue
-        )
+        self.sequences = sequences = OpenSequences(seats, pages, order.queue)
         self.factory = SequenceFactory(
             pool=pool,
             request_limits=_request_limits(limits, pool, vocab_size),
@@ -124,16 +111,7 @@ class Scheduler:
 
     def renewed(self, limits: SchedulerLimits, clock: Callable[[], float]) -> Scheduler:
         """A new scheduler for the same runner, without requests; its sequences end by length."""
-        pages = self.sequences.pages
-        return Scheduler(
-            limits,
-            self.buckets,
-            self.pool.renewed(),
-            clock,
-            window=pages.window,
-            windows={window: pool.renewed() for window, pool in pages.windows.items()},
-            state=pages.state and pages.state.renewed(),
-        )
+        return Scheduler(limits, self.buckets, self.sequences.pages.renewed(), clock)
 
     @property
     def has_open(self) -> bool:

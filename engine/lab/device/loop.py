@@ -23,6 +23,7 @@ from jitney.engine.core import (
     Buckets,
     EngineCore,
     PagePool,
+    PageTables,
     Scheduler,
     SchedulerLimits,
     StateTables,
@@ -94,7 +95,8 @@ def make_traffic(
     if job.config.recurrent is not None:
         state = StateTables.without_checkpoints(buckets.seats, job.page_size)
         pool.shares = False
-    scheduler = Scheduler(limits, buckets, pool, vocab_size=job.config.vocab_size, state=state)
+    tables = PageTables(pool, state=state)
+    scheduler = Scheduler(limits, buckets, tables, vocab_size=job.config.vocab_size)
     return OfflineBench(EngineCore(scheduler, bench.runner, Ledger()), lambda text: []), bench
 
 

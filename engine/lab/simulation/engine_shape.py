@@ -127,12 +127,13 @@ class EngineShape:
         return Scheduler(
             self.limits,
             self.buckets,
-            pool(self.pages),
+            tables(
+                pool(self.pages),
+                self.window,
+                {window: pool(pages) for window, pages in self.windows.items()},
+                state,
+            ),
             clock,
-            window=self.window,
-            windows={window: pool(pages) for window, pages in self.windows.items()},
-            state=state,
-            tables=tables,
         )
 
     def under(self, policy: str, static_timeout_ms: float | None = None) -> EngineShape:

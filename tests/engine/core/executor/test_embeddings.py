@@ -29,6 +29,7 @@ from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.setup import Setup
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -81,7 +82,9 @@ def core_of(pooling: Pooling, in_parts: bool = True, pages: int = 24) -> EngineC
     own = runner(pooling, in_parts)
     own.state = own.programs.shapes.allocate(own.programs.config)
     limits = SchedulerLimits(4, SIZES.context_length, embedding_pooling=pooling)
-    scheduler = Scheduler(limits, BUCKETS, PagePool(pages, SIZES.page_size), vocab_size=VOCAB)
+    scheduler = Scheduler(
+        limits, BUCKETS, PageTables(PagePool(pages, SIZES.page_size)), vocab_size=VOCAB
+    )
     return EngineCore(scheduler, own, Ledger())
 
 
@@ -145,7 +148,9 @@ def test_a_bfloat16_model_whose_residuals_are_float32_makes_vectors(
     own = Runner(StepPrograms(model, BUCKETS, kernels, SIZES, pooling="last"), end_ids=())
     own.compile()
     limits = SchedulerLimits(4, SIZES.context_length, embedding_pooling="last")
-    scheduler = Scheduler(limits, BUCKETS, PagePool(24, SIZES.page_size), vocab_size=VOCAB)
+    scheduler = Scheduler(
+        limits, BUCKETS, PageTables(PagePool(24, SIZES.page_size)), vocab_size=VOCAB
+    )
     ended = run(EngineCore(scheduler, own, Ledger()), [wanted("own", 17, "last")])
     np.testing.assert_allclose(vector(ended["own"]), naive(17, "last"), atol=0.02)
 

@@ -23,6 +23,7 @@ from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -67,7 +68,7 @@ def core(leading: LeaderRunner) -> EngineCore:
     scheduler = Scheduler(
         SchedulerLimits(max_seats=4, context_length=64),
         BUCKETS,
-        PagePool(16, 16, retain=True),
+        PageTables(PagePool(16, 16, retain=True)),
         eos_ids=(),
         vocab_size=tiny_config().vocab_size,
     )

@@ -29,6 +29,7 @@ from jitney.engine.core.models.registry import abstract_model, random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.bench.step import StepCase
@@ -226,7 +227,10 @@ def test_a_made_up_sampling_parameter_reaches_the_sampler(monkeypatch: pytest.Mo
     runner = make_runner()
     runner.compile()
     scheduler = Scheduler(
-        SchedulerLimits(4, SIZES.context_length), BUCKETS, PagePool(16, 16), vocab_size=512
+        SchedulerLimits(4, SIZES.context_length),
+        BUCKETS,
+        PageTables(PagePool(16, 16)),
+        vocab_size=512,
     )
     core = EngineCore(scheduler, runner, Ledger())
     for favourite in (7, 300, 512):

@@ -22,6 +22,7 @@ from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.plan import REJECTED
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -87,7 +88,7 @@ def core_of(in_parts: bool, *, speculates: bool, pages: int = 64) -> EngineCore:
     own.state = own.programs.shapes.allocate(own.programs.config)
     own.builder = own.programs.sizes.builder(own.programs.config)
     limits = SchedulerLimits(SEATS, SIZES.context_length, max_drafts=7 if speculates else 0)
-    scheduler = Scheduler(limits, BUCKETS, PagePool(pages, 16), vocab_size=VOCAB)
+    scheduler = Scheduler(limits, BUCKETS, PageTables(PagePool(pages, 16)), vocab_size=VOCAB)
     core = EngineCore(scheduler, own, Ledger())
     core.learn(tokenizer_json())
     return core

@@ -24,6 +24,7 @@ from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.kernels.select import select
@@ -71,7 +72,10 @@ def fresh_core(own: Runner) -> EngineCore:
     """Over a runner whose state is as at the start."""
     own.state = own.programs.shapes.allocate(own.programs.config)
     scheduler = Scheduler(
-        SchedulerLimits(SEATS, SIZES.context_length), BUCKETS, PagePool(32, 16), vocab_size=VOCAB
+        SchedulerLimits(SEATS, SIZES.context_length),
+        BUCKETS,
+        PageTables(PagePool(32, 16)),
+        vocab_size=VOCAB,
     )
     return EngineCore(scheduler, own, Ledger())
 

@@ -29,6 +29,7 @@ from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.plan import Plan, StepResult, StepWork
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.lab.simulation.drive import Offer, drive
@@ -330,7 +331,7 @@ def real_loop(arrivals: list[Arrival], engine: EngineShape) -> tuple[list[tuple]
     scheduler = Scheduler(
         engine.limits,
         engine.buckets,
-        PagePool(engine.pages, engine.page_size, retain=False),
+        PageTables(PagePool(engine.pages, engine.page_size, retain=False)),
         clock,
         (),
         VOCAB,
