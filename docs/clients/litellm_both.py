@@ -123,10 +123,10 @@ def proxy() -> str:
         call = client.chat.completions.create(**longer, tools=[LAMP], tool_choice="required")
         expect(call.choices[0].message.tool_calls, call)
         spoken = {"model": "ours", "max_tokens": 16, "messages": HELLO}
-        told = httpx.post(
+        response = httpx.post(
             f"{url}/v1/messages", json=spoken, headers={"x-api-key": _PROXY_KEY}, timeout=60
         )
-        expect(told.status_code == 200 and told.json()["content"], told.text)
+        expect(response.status_code == 200 and response.json()["content"], response.text)
         expect([card.id for card in client.models.list()] == ["ours"], "models")
         _probe(url)
     return "chat, stream, tools, messages, models, probes"

@@ -98,7 +98,7 @@ def _evaluate(task: str, model: str = "local-completions", **settings: Any) -> d
         "max_retries": 1,
         "max_length": 2048,
     }
-    found = simple_evaluate(
+    results = simple_evaluate(
         model=model,
         model_args=arguments | settings,
         tasks=[task],
@@ -107,17 +107,17 @@ def _evaluate(task: str, model: str = "local-completions", **settings: Any) -> d
         log_samples=True,
         apply_chat_template="chat" in model,
     )
-    return {"figures": found["results"][task], "samples": found["samples"][task]}
+    return {"figures": results["results"][task], "samples": results["samples"][task]}
 
 
 @checks.add
 def log_likelihoods() -> str:
-    found = _evaluate("jitney_choices")
-    for sample, question in zip(found["samples"], _QUESTIONS, strict=True):
+    results = _evaluate("jitney_choices")
+    for sample, question in zip(results["samples"], _QUESTIONS, strict=True):
         for answer, text in zip(sample["filtered_resps"], question["choices"], strict=True):
-            wanted = _log_likelihood(question["question"], f" {text}")
-            expect(math.isclose(answer[0], wanted, abs_tol=0.02), (answer, wanted))
-    accuracy = found["figures"]["acc,none"]
+            expected = _log_likelihood(question["question"], f" {text}")
+            expect(math.isclose(answer[0], expected, abs_tol=0.02), (answer, expected))
+    accuracy = results["figures"]["acc,none"]
     expect(accuracy >= 0.5, f"accuracy {accuracy}")
     return f"accuracy {accuracy:.2f}"
 
@@ -131,8 +131,10 @@ def _log_likelihood(prompt: str, answer: str) -> float:
     scores = []
     for text in (prompt, prompt + answer):
         sent = body | {"prompt": text}
-        told = requests.post(f"{url}/completions", json=sent, headers=headers, timeout=60).json()
-        tokens = told["choices"][0]["prompt_logprobs"][1:]
+        response = requests.post(
+            f"{url}/completions", json=sent, headers=headers, timeout=60
+        ).json()
+        tokens = response["choices"][0]["prompt_logprobs"][1:]
         scores.append(sum(next(iter(token.values()))["logprob"] for token in tokens))
     return scores[1] - scores[0]
 

@@ -73,7 +73,7 @@ def make_private(folder: Path) -> str:
 
 
 def _why_unsafe(folder: Path) -> str:
-    """Why another user may have written into an existing folder, or "". Raises OSError.
+    """The reason to fear that another user wrote into an existing folder, or "". Raises OSError.
 
     The folder and all above it must belong to this user or root, and no one else may write to them.
     A sticky folder such as /tmp is allowed above a folder that only this user can open.
@@ -124,7 +124,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def why_no_room(folder: Path, needed: int, remedy: str = _REMEDY) -> str:
-    """Why `needed` bytes cannot be written into a folder (existing or not), with the remedy; ""."""
+    """An error if `needed` bytes do not fit into a folder (existing or not), with the remedy; ""."""
     folder = Path(os.path.abspath(folder))
     nearest = _nearest(folder)
     try:
@@ -141,7 +141,7 @@ def why_no_room(folder: Path, needed: int, remedy: str = _REMEDY) -> str:
 
 
 def why_not_stored(error: OSError, folder: Path, needed: int) -> str:
-    """Why writing failed with `error`, with the remedy."""
+    """The message of a failed write, with the remedy."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     reason = why_no_room(folder, needed) if is_full else ""
     return reason or _not_writable(folder, error.strerror, _REMEDY)

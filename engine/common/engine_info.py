@@ -66,7 +66,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pooling(self) -> Pooling | None:
-        """How text vectors are made; None: the model makes none."""
+        """The way text vectors are made; None: the model makes none."""
         return pooling_of(self.embedding_pooling)
 
 

@@ -84,7 +84,7 @@ def _jax_plugins() -> set[str]:
 
 
 def _gpu_problem() -> str:
-    """Why no GPU can be used, "" if one can. Makes no CUDA context and takes no GPU memory."""
+    """The reason why no GPU can be used, or "". Makes no CUDA context and takes no GPU memory."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:

@@ -159,7 +159,7 @@ class AdapterManager:
         return msgspec.structs.replace(request, adapter=number)
 
     def refusal(self, request: EngineRequest) -> ErrorInfo | None:
-        """Why a new request is refused, if its adapter was removed. Earlier requests are served."""
+        """The error of a new request whose adapter was removed. Earlier requests are served."""
         return _REMOVED if request.adapter in self._retired else None
 
     def hold(self, request: EngineRequest) -> bool:

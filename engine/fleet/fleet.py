@@ -261,7 +261,7 @@ class Fleet:
         return nullcontext()
 
     def unready(self) -> RequestError | None:
-        """Why no request can be answered now, or None."""
+        """The reason why no request can be answered now, or None."""
         if self.draining:
             return RequestError("the fleet is shutting down", code="draining")
         if any(model.ready for model in self.models.values()):

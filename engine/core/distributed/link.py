@@ -290,7 +290,7 @@ class Leader:
         self.send(Accept(what, value))
 
     def _refusal(self, worker: _Peer, what: str, value: str) -> str:
-        """Why a worker's value is not the same, or ""."""
+        """The difference of a worker's value, or ""."""
         message = worker.receive()
         if isinstance(message, Refused):
             return f"{worker.name}: {message.reason}"
@@ -395,7 +395,7 @@ class Worker:
 
     @property
     def dismissed(self) -> str:
-        """Why host 0 ended without failure; "" if it did not, or does not plan for this host."""
+        """The reason of host 0's end without failure; "": none, or it does not plan for this host."""
         leave = self._leader.left
         if leave is None or leave.failed or not self._follows:
             return ""
@@ -537,7 +537,7 @@ class _Gathering:
         self._report_missing()
 
     def _refusal(self, hello: messages.Message) -> str:
-        """Why a host may not join, or ""."""
+        """The reason why a host may not join, or ""."""
         if not isinstance(hello, Hello):
             return "its first message was not a hello"
         name = f"host {hello.host_id}"

@@ -154,7 +154,7 @@ class GrammarMatcher:
 
     @property
     def n_behind(self) -> int:
-        """How many drafts have a mask behind them."""
+        """The number of drafts with a mask behind them."""
         return len(self._behind)
 
     @property

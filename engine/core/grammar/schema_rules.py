@@ -219,7 +219,7 @@ def _draft_of(schema: JsonDict, outer: int) -> int:
 
 
 def _reason_of_draft(keyword: str, value: JsonValue, schema: JsonDict, draft: int) -> str:
-    """Why llguidance ignores a keyword, or ""."""
+    """The reason why llguidance ignores a keyword, or ""."""
     since = _SINCE.get(keyword, 0)
     if since <= draft:
         return ""
@@ -228,7 +228,7 @@ def _reason_of_draft(keyword: str, value: JsonValue, schema: JsonDict, draft: in
 
 
 def _reason_against(keyword: str, value: JsonValue, schema: JsonDict, draft: int) -> str:
-    """Why a keyword cannot be enforced; "" if it can, or llguidance refuses it."""
+    """The reason not to enforce a keyword; "" if it can be, or llguidance refuses it."""
     if keyword in _UNKNOWN or (keyword == "dependencies" and draft <= _LAST_WITH_DEPENDENCIES):
         return f"{keyword} cannot be enforced"
     match keyword:
@@ -291,7 +291,7 @@ def _controlled(texts: JsonValue) -> str:
 
 
 def _uncounted(schema: JsonDict) -> str:
-    """Why minProperties cannot be enforced, or "": an unlisted name can be written twice, and
+    """The reason not to enforce minProperties, or "": an unlisted name can be written twice, and
     counts once.
     """
     least, required = schema.get("minProperties", 0), schema.get("required", [])

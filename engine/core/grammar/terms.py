@@ -1,4 +1,4 @@
-"""How to enforce a JSON schema (strictly or as far as possible), and what its errors name.
+"""The terms of a JSON schema: enforced strictly or as far as possible, and what errors name.
 
 The terms are stored inside the schema, so that a grammar with several tools' schemas is one text.
 """
@@ -18,7 +18,7 @@ _NO_ARGUMENTS: JsonDict = {"properties": {}, "additionalProperties": False}
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one schema is enforced."""
+    """The terms of one schema."""
 
     #: Keyword of the terms in the outermost schema.
     KEYWORD: ClassVar[str] = "x-jitney"

@@ -1,4 +1,4 @@
-"""How a model's weights are stored, in words and numbers."""
+"""Describes the storage of a model's weights, in words and numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jitney.engine.core.weights.checkpoints.step_costs import step_cost
 
 
 def describe_weights(model: Model, source: ModelSource | None = None) -> str:
-    """How matrices are stored: schemes or dtypes with counts, and the GGUF blocks behind floats."""
+    """The storage of matrices: schemes or dtypes with counts, and GGUF blocks behind floats."""
     if source is not None and not source.has_weights:
         return f"random, {describe_weights(model)}"
     kinds = Counter(map(_kind, model.linears()))

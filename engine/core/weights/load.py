@@ -47,7 +47,7 @@ type _Arrays = dict[Path, Array]
 
 @dataclass(frozen=True, slots=True)
 class WeightStorage:
-    """How matrices are stored on the device."""
+    """The storage of matrices on the device."""
 
     #: Scheme that floats are rounded to, one of Packed.schemes.
     scheme: str = "plain"
@@ -56,7 +56,7 @@ class WeightStorage:
 
     @classmethod
     def choose(cls, weights: str, platform: str, kernels: KernelSet) -> WeightStorage:
-        """How matrices are stored under `weights`, a word of the configuration.
+        """The storage of matrices under `weights`, a word of the configuration.
 
         auto keeps a checkpoint's quantised matrices where the device multiplies them: XLA widens 8
         bits inside products on GPUs and TPUs, int4 needs a kernel. A CPU would widen them anew in

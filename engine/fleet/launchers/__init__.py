@@ -1,1 +1,1 @@
-"""How the engines of a fleet are started: as local processes or on Ray."""
+"""Starts the engines of a fleet: as local processes or on Ray."""

@@ -47,7 +47,7 @@ class Sender:
 
     @property
     def trouble(self) -> str:
-        """Why the client may have distorted the figures; empty if it kept up."""
+        """A warning that the client may have distorted the figures; empty if it kept up."""
         reasons = []
         if self.cpu_share > _MOST_CPU:
             reasons.append(f"it used {self.cpu_share:.0%} of a CPU")

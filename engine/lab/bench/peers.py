@@ -275,10 +275,10 @@ def kernel_ratios(report: JsonObject, engines: Sequence[str]) -> dict[str, float
     """For each measurement, the first engine's median divided by the second's: of prompt tokens if
     outputs are one token long, else of output tokens. Empty if one of them was not measured.
     """
-    known = report["engines"]
-    if not known.keys() >= set(engines):
+    by_engine = report["engines"]
+    if not by_engine.keys() >= set(engines):
         return {}
-    first, second = (known[engine]["medians"] for engine in engines)
+    first, second = (by_engine[engine]["medians"] for engine in engines)
     return {
         name: _speed(first, name)["median"] / _speed(second, name)["median"]
         for name in first
@@ -293,7 +293,7 @@ def _speed(medians: JsonObject, name: str) -> JsonDict:
 
 def markdown(report: JsonObject) -> str:
     """The report as a Markdown table, with the machine above it. report: `PeerBench.report`."""
-    taken = (
+    caption = (
         f"{report['machine']}; over HTTP with streaming, the client on the same machine; "
         "medians (least - most)."
     )
@@ -310,7 +310,7 @@ def markdown(report: JsonObject) -> str:
             title = f"{name} {engine['version']}".strip()
             rows.append([title, *speeds, _wait_cell(medians, busiest)])
     table = Table(["", *heads, waits], rows)
-    return "\n".join([taken, "", *table.markdown_lines(), ""])
+    return "\n".join([caption, "", *table.markdown_lines(), ""])
 
 
 def _head(name: str, sent: JsonObject) -> str:

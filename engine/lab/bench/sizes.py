@@ -251,11 +251,11 @@ def _best_size(timed: Sequence[Timed], rule: _SizeRule) -> int:
     least_limit_s = _ALMOST * best.seconds
     for step in timed[1:]:
         if step.size <= rule.usual:
-            limit_s, wanted = rule.limit_s, _AS_GOOD * most
+            limit_s, least_rate = rule.limit_s, _AS_GOOD * most
         else:
             doublings = math.log2(step.size / best.size)
-            limit_s, wanted = rule.larger_limit_s, rule.worth**doublings * best.rate
-        if step.seconds <= max(limit_s, least_limit_s) and step.rate >= wanted:
+            limit_s, least_rate = rule.larger_limit_s, rule.worth**doublings * best.rate
+        if step.seconds <= max(limit_s, least_limit_s) and step.rate >= least_rate:
             best = step
         most = max(most, step.rate)
     return best.size
@@ -283,19 +283,19 @@ def _best_rows(times: SizeTimes) -> int:
 
 def _worth_a_program(timed: Sequence[Timed], most: int) -> tuple[int, ...]:
     """The sizes up to `most` whose steps are faster than those of the next size, and `most`."""
-    kept = [
+    worthwhile = [
         step.size
         for step, following in pairwise(timed)
         if step.size < most and following.seconds >= _HARDLY * step.seconds
     ]
-    return (*kept, most)
+    return (*worthwhile, most)
 
 
 def _seat_buckets(timed: Sequence[Timed], seats: int) -> tuple[int, ...]:
     """The seat buckets that are worth a program; () for the default ones if all timed sizes are."""
-    kept = _worth_a_program(timed, seats)
+    chosen = _worth_a_program(timed, seats)
     usual = tuple(step.size for step in timed if step.size <= seats)
-    return () if kept == usual else kept
+    return () if chosen == usual else chosen
 
 
 async def _try_fewer_threads(
@@ -304,15 +304,15 @@ async def _try_fewer_threads(
     """Times of the chosen sizes, with half the threads each time, until that is slower."""
     seats, rows = config.engine.max_seats, config.engine.token_budget
     config = _with(config, seat_buckets=(seats,), token_buckets=(rows,))
-    found: list[SizeTimes] = []
+    timed_sizes: list[SizeTimes] = []
     threads = times.threads
     with contextlib.suppress(NoTimeLeft):
         while threads > 1:
             threads //= 2
-            found.append(await time_steps(_with(config, threads=threads)))
-            if not _as_fast(found[-1], times, seats, rows):
+            timed_sizes.append(await time_steps(_with(config, threads=threads)))
+            if not _as_fast(timed_sizes[-1], times, seats, rows):
                 break
-    return found
+    return timed_sizes
 
 
 def _fewest_as_fast(times: SizeTimes, fewer: Sequence[SizeTimes], seats: int, rows: int) -> int:

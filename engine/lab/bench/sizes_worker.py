@@ -100,8 +100,8 @@ def _measure(llm: LLM, order: TimingOrder, say: _Say) -> SizeTimes:
     each = min(_PROMPT, longest)
     most = pool.capacity // pool.pages_for(each)
     prompts = [StepCase(bucket, (), _prompt_chunks(bucket, each, most)) for bucket in buckets.mixed]
-    known = {(each.kind, each.step.size): each.step for each in order.known}
-    timer = _StepTimer(llm, known, say, order.most_other_work)
+    steps_by_size = {(each.kind, each.step.size): each.step for each in order.known}
+    timer = _StepTimer(llm, steps_by_size, say, order.most_other_work)
     return SizeTimes(
         threads=len(own_processors()),
         decode=tuple(timer.timed("decode", decode)),

@@ -151,7 +151,7 @@ def _lone_prompts(bucket: Bucket, context: int) -> Iterator[tuple[tuple[int, int
 
 def _time_cases(
     runner: Runner,
-    wanted: Sequence[StepCase],
+    cases: Sequence[StepCase],
     page_size: int,
     repeats: int,
     seconds: float,
@@ -160,8 +160,8 @@ def _time_cases(
     """Time each case `repeats` times in shuffled rounds, after a round that does not count. At
     least one round counts, and no new one begins after `seconds`.
     """
-    plans = [case.plan(number, page_size) for number, case in enumerate(wanted)]
-    timings = [_StepTiming(case, plan.work, []) for case, plan in zip(wanted, plans, strict=True)]
+    plans = [case.plan(number, page_size) for number, case in enumerate(cases)]
+    timings = [_StepTiming(case, plan.work, []) for case, plan in zip(cases, plans, strict=True)]
     pairs = list(zip(plans, timings, strict=True))
     rng = random.Random(0)
     started = time.perf_counter()

@@ -290,20 +290,20 @@ _Cases = dict[str, tuple[TrafficArguments, TrafficCase | None]]
 
 def _cases_from(args: TrafficArguments) -> _Cases:
     usual = _COMMAND.parse([])
-    given = [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(usual, name)]
-    if given and args.cases is not None:
+    own_traffic = [name for name in _TRAFFIC_FLAGS if getattr(args, name) != getattr(usual, name)]
+    if own_traffic and args.cases is not None:
         raise ConfigError(
-            f"--cases has traffic of its own: give no {args.flag_of(given[0])} with it"
+            f"--cases has traffic of its own: give no {args.flag_of(own_traffic[0])} with it"
         )
-    if given:
+    if own_traffic:
         return {_GIVEN: (args.changed(requests=_requests(args, _DEFAULT_REQUESTS)), None)}
     chosen = list(CASES) if args.cases is None else args.names_of("cases", CASES)
-    found: _Cases = {}
+    cases: _Cases = {}
     for name in chosen:
         case = CASES[name]
         requests = _requests(args, case.requests)
-        found[name] = args.changed(requests=requests, output=case.output), case
-    return found
+        cases[name] = args.changed(requests=requests, output=case.output), case
+    return cases
 
 
 def _requests(args: TrafficArguments, default: int) -> int:

@@ -176,9 +176,11 @@ def _opened(args: EndpointArguments, axis: str, values: Sequence[float]) -> Iter
     from jitney.engine.lab.bench.sweep import EndpointTarget, EngineTarget
 
     if args.url:
-        given = [args.flag_of(name) for name in _OF_A_SERVER if name in vars(args)]
-        if given:
-            raise ConfigError(f"{given[0]} is the server's business: leave it out with --url")
+        server_flags = [args.flag_of(name) for name in _OF_A_SERVER if name in vars(args)]
+        if server_flags:
+            raise ConfigError(
+                f"{server_flags[0]} is the server's business: leave it out with --url"
+            )
         yield EndpointTarget(OnlineBench(args.endpoint(), args.warmup), args.capacity_streams)
         return
     if axis == "concurrency" and "max_seats" not in vars(args):

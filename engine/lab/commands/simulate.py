@@ -76,7 +76,7 @@ def _simulated(args: SimulateArguments, config: Config) -> JsonDict:
 def _why_elsewhere(
     args: SimulateArguments, config: Config, recording: Recording, table: StepTimes
 ) -> str:
-    """Why the trace's measurements cannot be compared with the prediction; empty if they can.
+    """The reason not to compare the trace's measurements with the prediction; empty: none.
 
     Step records count as those of the trace's own run.
     """

@@ -110,8 +110,10 @@ def _attention_tasks(job: PartJob, kernels: KernelSet, cases: dict[str, Attentio
 def _attention_cases(dtype: str) -> tuple[dict[str, AttentionCase], dict[str, AttentionCase]]:
     """All cases: in this dtype, and in other dtypes as they are tested."""
     served = {f"{name}, {dtype}": case.served_as(dtype) for name, case in CASES.items()}
-    known = set(served.values())
-    tested = {f"{name}, {case.dtype}": case for name, case in CASES.items() if case not in known}
+    served_cases = set(served.values())
+    tested = {
+        f"{name}, {case.dtype}": case for name, case in CASES.items() if case not in served_cases
+    }
     return served, tested
 
 
@@ -251,9 +253,9 @@ def _logits_of(
     kernels: KernelSet,
     model: Model,
     tokens: jax.Array,
-    kept: list[Any],
+    states: list[Any],
     meta: AttentionMeta,
 ) -> jax.Array:
     """The logits, float32 [T, V]."""
-    hidden, _ = model(tokens, kept, meta, kernels)
+    hidden, _ = model(tokens, states, meta, kernels)
     return model.logits(hidden, kernels)

@@ -177,15 +177,15 @@ def attend_row(
     size = jnp.dtype(dtype).itemsize
     stored = size if kv == "auto" else KV_TYPES[kv].itemsize
     moved = load.moved(job.config, size, stored)
-    given = _make_inputs(load, job, dtype, 0, kv)
+    inputs = _make_inputs(load, job, dtype, 0, kv)
     attend = partial(_attend_with, kernels, job.config.head_dim**-0.5)
 
     def time(floor_s: float) -> list[float]:
         seeds = range(1, job.copies_of(moved))
-        copies = [given, *(_make_inputs(load, job, dtype, seed, kv) for seed in seeds)]
+        copies = [inputs, *(_make_inputs(load, job, dtype, seed, kv) for seed in seeds)]
         return timed(
             lambda q, other: attend(other._replace(q=q)),
-            jnp.copy(given.q),  # the carry is donated, and the first copy's queries stay an input
+            jnp.copy(inputs.q),  # the carry is donated, and the first copy's queries stay an input
             copies,
             floor_s=floor_s,
             sample_s=job.sizes.sample_s,
@@ -196,24 +196,24 @@ def attend_row(
         row,
         moved=moved,
         operations=load.operations(job.config),
-        error=_attention_error(kernels, attend, given, sum(load.rows)),
+        error=_attention_error(kernels, attend, inputs, sum(load.rows)),
         itemsize=size,
         time=time,
     )
 
 
-def _attend_with(kernels: KernelSet, scale: float, given: _AttentionInputs) -> jax.Array:
-    return kernels.attend(given.q, given.kv, given.meta, scale=scale, kv_scales=given.kv_scales)
+def _attend_with(kernels: KernelSet, scale: float, inputs: _AttentionInputs) -> jax.Array:
+    return kernels.attend(inputs.q, inputs.kv, inputs.meta, scale=scale, kv_scales=inputs.kv_scales)
 
 
 def _attention_error(
-    kernels: KernelSet, attend: _Attend, given: _AttentionInputs, rows: int
+    kernels: KernelSet, attend: _Attend, inputs: _AttentionInputs, rows: int
 ) -> float | None:
     """Error against the reference on this device; None for the reference itself."""
     if kernels.name == "reference":
         return None
-    theirs = jax.jit(partial(_attend_with, reference(), given.q.shape[-1] ** -0.5))(given)
-    return float(distance(jax.jit(attend)(given)[:rows], theirs[:rows]))
+    theirs = jax.jit(partial(_attend_with, reference(), inputs.q.shape[-1] ** -0.5))(inputs)
+    return float(distance(jax.jit(attend)(inputs)[:rows], theirs[:rows]))
 
 
 def measured(
@@ -255,13 +255,13 @@ def _write_row(
         note = "not a kernel of its own in this set: XLA rotates, attention writes"
         yield row.noted(note)
         return
-    given = _make_inputs(Contexts((job.page_size,) * rows), job, dtype, 0)
-    heads, rope = _make_heads(job, dtype, given.meta)
+    inputs = _make_inputs(Contexts((job.page_size,) * rows), job, dtype, 0)
+    heads, rope = _make_heads(job, dtype, inputs.meta)
 
     def write(
         rotate_and_write: RotateAndWrite, kv: jax.Array, heads: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return rotate_and_write(heads, rope, kv, given.meta)
+        return rotate_and_write(heads, rope, kv, inputs.meta)
 
     def step(pool: jax.Array, heads: jax.Array) -> jax.Array:
         # Without the barrier, XLA would not compute the unused queries.
@@ -269,11 +269,11 @@ def _write_row(
         return pool
 
     def time(floor_s: float) -> list[float]:
-        pool = jnp.copy(given.kv)
+        pool = jnp.copy(inputs.kv)
         return timed(step, pool, [heads], floor_s=floor_s, sample_s=job.sizes.sample_s)
 
-    ours = jax.jit(partial(write, rotate_and_write))(given.kv, heads)
-    theirs = jax.jit(partial(write, plain.rotate_and_write))(given.kv, heads)
+    ours = jax.jit(partial(write, rotate_and_write))(inputs.kv, heads)
+    theirs = jax.jit(partial(write, plain.rotate_and_write))(inputs.kv, heads)
     yield measured(
         job,
         row,

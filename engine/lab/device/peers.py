@@ -160,10 +160,10 @@ def second_batch(
 
 def _batching_options(model: Any, n_output: int) -> JsonDict:
     """Options for exactly `n_output` greedy tokens."""
-    wanted = _module("transformers").GenerationConfig(
+    generation = _module("transformers").GenerationConfig(
         max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    options = {"generation_config": wanted}
+    options = {"generation_config": generation}
     if "persistent_manager" in inspect.signature(model.generate_batch).parameters:
         options["persistent_manager"] = True
     return options

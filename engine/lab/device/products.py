@@ -33,8 +33,8 @@ def products(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks
         "gate_up": (config.hidden_size, 2 * config.intermediate_size),
         "down": (config.intermediate_size, config.hidden_size),
     }
-    wanted = itertools.product(job.sizes.product_rows, Packed.schemes, shapes.items(), sets)
-    for rows, scheme, (name, shape), kernels in wanted:
+    combinations = itertools.product(job.sizes.product_rows, Packed.schemes, shapes.items(), sets)
+    for rows, scheme, (name, shape), kernels in combinations:
         case = f"{name} {shape[0]} x {shape[1]}, {rows} rows"
         row = job.row(f"{scheme} product", case, kernels.label)
         yield Task(row, partial(_product_row, job, kernels, dtype, scheme, shape, rows))
@@ -136,12 +136,12 @@ def _threshold_row(
     top_k, top_p = jnp.full((rows,), _TOP_K, jnp.int32), jnp.full((rows,), _TOP_P, jnp.float32)
     error = None
     if search is not threshold:
-        found = jax.jit(search)(scaled, top_k, top_p)
-        error = float(distance(found, threshold(scaled, top_k, top_p)))
+        thresholds = jax.jit(search)(scaled, top_k, top_p)
+        error = float(distance(thresholds, threshold(scaled, top_k, top_p)))
 
     def time(floor_s: float) -> list[float]:
         return timed(
-            lambda p, given: _chained(p, search(given[0], given[1], p)),
+            lambda p, inputs: _chained(p, search(inputs[0], inputs[1], p)),
             top_p,
             [(scaled, top_k)],
             floor_s=floor_s,

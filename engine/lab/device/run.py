@@ -284,9 +284,9 @@ def _note(part: str, case: str, why: str) -> PartMessage:
     return PartMessage(row=Row(part=part, name=PARTS[part].about, case=case, by="", note=why))
 
 
-def _extended(wanted: Mapping[str, str]) -> dict[str, str]:
+def _extended(flags: Mapping[str, str]) -> dict[str, str]:
     """Environment variables, each with its present value in front."""
-    return {name: f"{os.environ.get(name, '')} {text}".strip() for name, text in wanted.items()}
+    return {name: f"{os.environ.get(name, '')} {text}".strip() for name, text in flags.items()}
 
 
 def _outcome(row: Row) -> str:

@@ -103,7 +103,9 @@ class StepBench:
         programs = StepPrograms(model, buckets, kernels, sizes, greedy_only_mixed=True)
         runner = Runner(programs, end_ids=())
         runner.state = programs.shapes.allocate(programs.config)
-        runner.state.kv = [_at_random(kept, layer) for layer, kept in enumerate(runner.state.kv)]
+        runner.state.kv = [
+            _at_random(layer_state, layer) for layer, layer_state in enumerate(runner.state.kv)
+        ]
         return cls(
             runner=runner,
             cost=ModelCost(config),
@@ -132,31 +134,31 @@ class StepBench:
         return sum(self.cost.operations(work.decode + work.prompt, sampled, work))
 
 
-def _at_random(kept: Any, layer: int) -> Any:
+def _at_random(layer_state: Any, layer: int) -> Any:
     """A pool of random numbers instead of zeros, with which a device needs less power and is
     faster; recurrent state stays unchanged.
     """
-    if not isinstance(kept, jax.Array):
-        return kept
-    shape, dtype = kept.shape, kept.dtype
-    kept.delete()
+    if not isinstance(layer_state, jax.Array):
+        return layer_state
+    shape, dtype = layer_state.shape, layer_state.dtype
+    layer_state.delete()
     if jnp.issubdtype(dtype, jnp.integer):
         return jax.random.randint(jax.random.key(layer), shape, -127, 128, dtype)
     return jax.random.normal(jax.random.key(layer), shape, jnp.bfloat16).astype(dtype)
 
 
-def _unread_bytes(wanted: RandomModel) -> int:
+def _unread_bytes(model: RandomModel) -> int:
     """Bytes of weights that a step does not read: the embedding table, unless it is the head."""
-    config = wanted.config
+    config = model.config
     if config.tie_embeddings:
         return 0
-    return config.vocab_size * config.hidden_size * wanted.itemsize
+    return config.vocab_size * config.hidden_size * model.itemsize
 
 
 def _pages_for(job: PartJob, buckets: Buckets, row_bytes: int, held: int) -> int:
     """Pages that fit. held: bytes of the weights. Raises ConfigError if they leave no room."""
-    wanted = _MOST_POSITIONS + buckets.seats * job.page_size
-    pages = min(wanted, _free_positions(row_bytes)) // job.page_size
+    positions = _MOST_POSITIONS + buckets.seats * job.page_size
+    pages = min(positions, _free_positions(row_bytes)) // job.page_size
     if pages < 2:
         raise ConfigError(f"{held / _GIB:.1f} GiB of weights leave no room for keys and values")
     return pages
@@ -193,9 +195,9 @@ def _step_row(
 ) -> Iterator[Row]:
     """Measure one step; `group` is compiled together with its bucket."""
     bench = get()
-    wanted = _room_of(case, bench.page_size)
-    if wanted > bench.positions:
-        yield row.noted(_no_room(bench, wanted))
+    needed = _room_of(case, bench.page_size)
+    if needed > bench.positions:
+        yield row.noted(_no_room(bench, needed))
         return
     bench.compile(group)
     samples, work = _time_step(bench, case, job.sizes.sample_s)
@@ -257,14 +259,14 @@ def _decode_tasks(
     """Every seat count of every group at `contexts`; from the second group on, also at `later`."""
     longest = max((*contexts, *later)) + job.page_size
     get = cache(partial(StepBench.of, job, model, _decode_buckets(groups), longest))
-    wanted = set(contexts)
+    open_contexts = set(contexts)
     for seat_counts in groups:
         group = [Bucket(seats, seats) for seats in seat_counts]
-        for bucket, context in itertools.product(group, sorted(wanted)):
+        for bucket, context in itertools.product(group, sorted(open_contexts)):
             case = StepCase(bucket, (context - 1,) * bucket.seats)
             row = _decode_row(job, model, bucket.seats, context)
             yield Task(row, partial(_step_row, job, get, group, case))
-        wanted |= set(later)
+        open_contexts |= set(later)
 
 
 def _decode_row(job: PartJob, model: RandomModel, seats: int, context: int) -> Row:

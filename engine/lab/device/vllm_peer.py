@@ -31,8 +31,8 @@ def _batch_row(job: PartJob, get: Callable[[], Any], streams: int, row: Row) -> 
     )
 
     def answer(prompts: list[list[int]]) -> int:
-        given = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = engine.generate(given, params, use_tqdm=False)
+        token_prompts = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = engine.generate(token_prompts, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     yield second_batch(job, streams, answer, row)

@@ -49,9 +49,9 @@ class PartMessage(msgspec.Struct, omit_defaults=True):
     floors: Floors | None = None
 
 
-def _main(given: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
+def _main(source: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
     """Run the job; exit status 0."""
-    job = msgspec.json.decode(given.read(), type=PartJob)
+    job = msgspec.json.decode(source.read(), type=PartJob)
     for line in _lines_of(job):
         out.write(msgspec.json.encode(line).decode() + "\n")
         out.flush()

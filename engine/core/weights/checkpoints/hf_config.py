@@ -32,7 +32,7 @@ def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> 
 
 
 def read_packing(config: JsonObject) -> Packing | None:
-    """How matrices are packed by a `config.json`; None: floats. Raises ModelError."""
+    """The packing of matrices by a `config.json`; None: floats. Raises ModelError."""
     settings = config.get("quantization_config")
     text = config.get("text_config")
     if settings is None and isinstance(text, Mapping):

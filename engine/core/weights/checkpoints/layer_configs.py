@@ -19,7 +19,7 @@ _LEAST_BLOCK, _LARGEST_BLOCK = 16, 128
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How the rotary frequencies of a long-context model differ from the plain ones.
+    """The changes to the rotary frequencies of a long-context model.
 
     linear: divided by `factor`. dynamic: of a larger theta in a longer context. llama3: low ones
     divided, high ones kept (Llama 3.1). yarn: blended by rotations per context (arXiv 2309.00071).
