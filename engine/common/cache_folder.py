@@ -124,7 +124,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def why_no_room(folder: Path, needed: int, remedy: str = _REMEDY) -> str:
-    """The error if `needed` bytes do not fit into a folder (maybe a new one), with the remedy; ""."""
+    """The error if `needed` bytes do not fit into a folder, absent or not, with the remedy; ""."""
     folder = Path(os.path.abspath(folder))
     nearest = _nearest(folder)
     try:
