@@ -5,12 +5,6 @@ from .fleet import FleetView as FleetView
 from .fleet_member import ReplicaAddress as ReplicaAddress
 from .fleet_page import FleetPage as FleetPage
 from .lab import Experiment as Experiment
-from .reports.figures import figure as figure
-from .reports.figures import line as line
-from .reports.page import Page as Page
-from .reports.page import PageSection as PageSection
-from .reports.page import Table as Table
-from .reports.page import print_lines as print_lines
 from .timeline import Window as Window
 from .timeline import stay_columns as stay_columns
 from .top import top_command as top_command

@@ -42,6 +42,7 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.history import History
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import REQUEST_MOST, JsonDict
+from jitney.engine.common.slices import TimeSlices
 from jitney.engine.server import (
     ApiKeys,
     EngineClient,
@@ -52,7 +53,6 @@ from jitney.engine.server import (
     Service,
     StoreUnavailable,
     StreamingResponse,
-    TimeSlices,
     in_pieces,
 )
 

@@ -23,10 +23,11 @@ from jitney.dashboard.snapshot import PageCells, Recent, Snapshot, seat_columns
 from jitney.dashboard.sse import Delta, Note
 from jitney.dashboard.view import View
 from jitney.dashboard.viewers import TooManyViewers, Viewer
+from jitney.engine.common.device_use import DeviceUse
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.messages import SequenceEvent
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import EVERYBODY, DeviceUse, EngineClient, Identity
+from jitney.engine.server import EVERYBODY, EngineClient, Identity
 
 _log = logging.getLogger("jitney.dashboard")
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitney.dashboard.latency import Latencies
-from jitney.dashboard.reports.page import Page, PageSection, Table
 from jitney.dashboard.request_detail import Steps
 from jitney.dashboard.sse import Note
 from jitney.dashboard.timeline import Window
 from jitney.engine.common.history import History
+from jitney.engine.common.reports.page import Page, PageSection, Table
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
@@ -22,7 +22,7 @@ from jitney.engine.server import EngineClient
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from jitney.dashboard.reports.figures import SeatSpan
+    from jitney.engine.common.reports.figures import SeatSpan
 
 #: Colours that people with any kind of colour vision tell apart (Okabe and Ito, 2008).
 _HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7a6a00", "#5b6773")
@@ -302,13 +302,13 @@ def _charts(bins: _ChartBins) -> dict[str, go.Figure]:
 
 
 def _line(curve: _Curve, bins: _ChartBins) -> go.Scatter:
-    from jitney.dashboard.reports.figures import line
+    from jitney.engine.common.reports.figures import line
 
     return line(curve.name, bins.x, curve.values(bins), _HUES[curve.hue], **curve.style)
 
 
 def _chart(unit: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
-    from jitney.dashboard.reports.figures import figure
+    from jitney.engine.common.reports.figures import figure
 
     settings = {"height": _HEIGHT, "margin_t": 30, "yaxis_rangemode": "tozero"} | layout
     return figure(traces, "", "seconds before the end", unit, **settings)
@@ -332,7 +332,7 @@ def _pattern(shape: str) -> JsonDict:
 
 
 def _seat_chart(shown: JsonObject) -> go.Figure:
-    from jitney.dashboard.reports.figures import SEAT_ROWS
+    from jitney.engine.common.reports.figures import SEAT_ROWS
 
     style = {**SEAT_ROWS, "showlegend": False, "yaxis_rangemode": "normal"}
     height = min(900, 90 + 18 * max(1, shown["seats"]))
@@ -342,7 +342,7 @@ def _seat_chart(shown: JsonObject) -> go.Figure:
 
 def _seat_traces(shown: JsonObject) -> list[go.Bar]:
     """The traces of the newest stays, one per phase and colour."""
-    from jitney.dashboard.reports.figures import MOST_STAYS, SeatSpan
+    from jitney.engine.common.reports.figures import MOST_STAYS, SeatSpan
 
     begin, end = shown["from"], shown["to"]
     columns = [shown["stays"][name][-MOST_STAYS:] for name in _PHASE_COLUMNS]
@@ -361,7 +361,7 @@ def _seat_traces(shown: JsonObject) -> list[go.Bar]:
 def _phase_bars(
     kind: str, hue: str, spans: Sequence[SeatSpan], end: float, names: Sequence[str]
 ) -> go.Bar:
-    from jitney.dashboard.reports.figures import seat_bars
+    from jitney.engine.common.reports.figures import seat_bars
 
     return seat_bars(
         spans,

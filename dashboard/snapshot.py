@@ -122,7 +122,7 @@ class Recent:
 
     #: See `Latencies.summary`.
     latency: JsonDict = field(default_factory=dict)
-    #: See `engine.server.device_use.DeviceUse`.
+    #: See `engine.common.device_use.DeviceUse`.
     device: JsonDict = field(default_factory=dict)
 
 

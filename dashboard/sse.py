@@ -127,7 +127,7 @@ class Metrics(TypedDict):
     gap_s: float  # of them, idle time of the device
     longest_step_s: float | None  # of the steps since the frame before; null for none
     latency: JsonDict  # wait, ttft, itl -> {p50, p95, p99} of the last seconds, or null
-    device: JsonDict  # `engine.server.device_use.DeviceUse`; empty before it was looked at
+    device: JsonDict  # `engine.common.device_use.DeviceUse`; empty before it was looked at
 
 
 class KeyFrame(TypedDict):

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 
 from jitney.dashboard.latency import Latencies
+from jitney.engine.common.device_use import DeviceUse
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.history import History
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.common.request_record import RequestRecord, SeatStay, Stay
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import EVERYBODY, DeviceUse, Identity
+from jitney.engine.server import EVERYBODY, Identity
 
 _MAX_STAYS = 20_000
 #: Most step records in one answer.

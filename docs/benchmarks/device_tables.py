@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from jitney.dashboard import Table
+from jitney.engine.common.reports.page import Table
 from jitney.engine.lab.device.report import DeviceReport
 from jitney.engine.lab.device.rows import About, Floors, Row
 from jitney.engine.lab.device.run import DevicePlan, DeviceResults

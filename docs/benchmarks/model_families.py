@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jitney.dashboard import Table
+from jitney.engine.common.reports.page import Table
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, WRAPPERS
 from jitney.engine.lab.simulation.roofline import SHAPES
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from jitney.dashboard.reports.page import Table
 from jitney.engine.common.machine import cpu_name
+from jitney.engine.common.reports.page import Table
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits

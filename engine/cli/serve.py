@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.vllm_flags import add_vllm_flags
+from jitney.engine.common.machine import raise_descriptor_limit
 from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.terminal import say, visible
@@ -28,7 +29,6 @@ from jitney.engine.config import (
     FlagGroup,
     ResolvedConfig,
     ServerSection,
-    TunedSizes,
     settings,
     values,
 )
@@ -40,7 +40,6 @@ from jitney.engine.server import (
     HttpServer,
     at_a_start_only,
     check_adapter_names,
-    raise_descriptor_limit,
 )
 
 if TYPE_CHECKING:
@@ -89,8 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     resolved = at_start = args.load_layers()
     notes = [] if args.goal is None else [_filled_in(args.goal, resolved)]
     resolved = replace(resolved, config=placed(resolved.config, os.environ))
-    measures = TunedSizes.are_for(resolved)
-    sizes = ServerSizes(resolved).kept()
+    measured = ServerSizes(resolved)
+    sizes = measured.kept()
     if sizes is not None:
         notes.append(str(sizes))
         resolved = sizes.applied_to(resolved)
@@ -101,7 +100,10 @@ def run(arguments: Sequence[str]) -> int:
     if resolved.config.engine.follows:
         return _start_following(resolved.config, notes)
     return _start(
-        resolved, notes, partial(_reread, args, at_start), times_steps=measures and sizes is None
+        resolved,
+        notes,
+        partial(_reread, args, at_start),
+        times_steps=measured.used and sizes is None,
     )
 
 

@@ -1,9 +1,11 @@
-"""The name of this machine's processor, to print beside measurements."""
+"""This machine: its processor's name, to print beside measurements, free memory and open files."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import resource
 import subprocess
 from collections.abc import Mapping
 from functools import cache
@@ -14,6 +16,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 #: Timeout of sysctl on macOS.
 _SYSCTL_S = 5.0
+#: Bytes assumed to be free if the system does not report it (not Linux).
+_UNKNOWN = 4 << 30
+#: Upper bound of the limit: some systems allow a billion, and some programs iterate over all.
+_ENOUGH = 1 << 20
 
 
 @cache
@@ -93,3 +99,30 @@ def _apple_name() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout.strip()
+
+
+def available_host_bytes() -> int:
+    """Free memory of this machine in bytes: MemAvailable of /proc/meminfo."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return _UNKNOWN
+    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    if match is None:
+        return _UNKNOWN
+    return int(match[1]) * 1024
+
+
+def descriptor_limit() -> int:
+    """Files that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _ENOUGH if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the limit to the allowed maximum and return it. Safe, as nothing here uses select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < raised:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    return descriptor_limit()

@@ -25,6 +25,3 @@ from .schema import SamplingSection as SamplingSection
 from .schema import Section as Section
 from .schema import ServerSection as ServerSection
 from .schema import Share as Share
-from .tuned_sizes import MeasuredTimes as MeasuredTimes
-from .tuned_sizes import SizeValue as SizeValue
-from .tuned_sizes import TunedSizes as TunedSizes

@@ -11,7 +11,6 @@ from .executor.ceiling import measure_ceiling as measure_ceiling
 from .executor.fits import check_fits as check_fits
 from .executor.memory import PoolShares as PoolShares
 from .executor.memory import PoolSizes as PoolSizes
-from .executor.memory import available_host_bytes as available_host_bytes
 from .executor.memory import claim_memory as claim_memory
 from .executor.other_work import OtherWork as OtherWork
 from .executor.program import StateSizes as StateSizes

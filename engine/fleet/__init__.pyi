@@ -3,5 +3,4 @@ from .command import fleet_serve as fleet_serve
 from .launchers.engine_process import ADMIN_KEYS as ADMIN_KEYS
 from .replica_set import ReplicaSet as ReplicaSet
 from .replicas import Replica as Replica
-from .resume import events as events
 from .routing import RouterName as RouterName

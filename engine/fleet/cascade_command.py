@@ -30,7 +30,7 @@ from jitney.engine.fleet.compositions.engines import EngineAddress
 from jitney.engine.fleet.request import ProxiedRequest
 
 if TYPE_CHECKING:
-    from jitney.dashboard import Table
+    from jitney.engine.common.reports.page import Table
 
 _SMALL, _LARGE = "small", "large"
 #: Environment variables for API keys; other users of the machine could see flags.
@@ -207,7 +207,7 @@ def _total(pairs: Sequence[Pair], name: str) -> JsonDict:
 
 
 def _show(tuned: _Tuned) -> None:
-    from jitney.dashboard import Table, print_lines
+    from jitney.engine.common.reports.page import Table, print_lines
 
     if len(tuned.tried) > 1:
         rows: list[list[str]] = []
@@ -221,7 +221,7 @@ def _show(tuned: _Tuned) -> None:
 
 
 def _threshold_table(tuned: _Tuned) -> Table:
-    from jitney.dashboard import Table
+    from jitney.engine.common.reports.page import Table
 
     heads = ["threshold", "small sends", "agreement", "cost", "95 %", "tokens", "seconds", ""]
     if tuned.by == "price":

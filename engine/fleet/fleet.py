@@ -18,6 +18,7 @@ from msgspec import UNSET
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.lru import LruCache
+from jitney.engine.common.slices import TimeSlices
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.quotas import FleetQuotas
@@ -32,7 +33,6 @@ from jitney.engine.server import (
     OpenRequests,
     Role,
     ServerSettings,
-    TimeSlices,
     Tracing,
 )
 

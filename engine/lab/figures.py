@@ -10,7 +10,7 @@ from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.summary import quantile_of
 
 if TYPE_CHECKING:
-    from jitney.dashboard import Table
+    from jitney.engine.common.reports.page import Table
 
 #: A percentile of a spread: `ttft_p99_s` is the p99 of `ttft_s`.
 _QUANTILE = re.compile(r"_(p\d+)(_s)?$")
@@ -74,7 +74,7 @@ def times(value: float | None) -> str:
 
 def rows_table(rows: Sequence[JsonObject], heads: Mapping[str, str]) -> Table:
     """A table with a line for each row and a column for each head. heads: head -> figure's name."""
-    from jitney.dashboard import Table
+    from jitney.engine.common.reports.page import Table
 
     return Table(list(heads), [[cell(row, name) for name in heads.values()] for row in rows])
 
@@ -83,7 +83,7 @@ def columns_table(columns: Mapping[str, JsonObject], labels: Mapping[str, str]) 
     """A table with a column for each run; figures that are unknown for all runs are left out.
     labels: label -> figure's name.
     """
-    from jitney.dashboard import Table
+    from jitney.engine.common.reports.page import Table
 
     rows = [
         [label, *(cell(figures, name) for figures in columns.values())]

@@ -26,10 +26,11 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.history import History
 from jitney.engine.common.request_record import RequestRecord, Stay
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import TimeSlices
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import EngineSection
 from jitney.engine.core import POLICIES
-from jitney.engine.server import EngineClient, HttpError, TimeSlices
+from jitney.engine.server import EngineClient, HttpError
 
 if TYPE_CHECKING:
     from jitney.engine.lab.simulation.replay import BucketsJob, RecordedEngine, ReplayJob

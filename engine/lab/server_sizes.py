@@ -11,9 +11,10 @@ from datetime import date
 from typing import TYPE_CHECKING
 
 from jitney.engine.common.errors import ConfigError, JitneyError
-from jitney.engine.common.machine import processor_name
-from jitney.engine.config import MeasuredTimes, ResolvedConfig, TunedSizes
-from jitney.engine.core import available_host_bytes, processors_here
+from jitney.engine.common.machine import available_host_bytes, processor_name
+from jitney.engine.config import ResolvedConfig
+from jitney.engine.core import processors_here
+from jitney.engine.lab.tuned_sizes import MeasuredTimes, TunedSizes
 
 if TYPE_CHECKING:
     from jitney.engine.server import ProcessClient
@@ -38,9 +39,14 @@ class ServerSizes:
         """The processor's name and the cores that may be used. Raises ConfigError."""
         return f"{processor_name()}, {processors_here(self.resolved.config.engine.threads)}"
 
+    @property
+    def used(self) -> bool:
+        """Whether the server takes measured sizes."""
+        return TunedSizes.are_for(self.resolved)
+
     def kept(self) -> TunedSizes | None:
         """Sizes that were measured on this machine before; None if the server does not use them."""
-        if not TunedSizes.are_for(self.resolved):
+        if not self.used:
             return None
         sizes = TunedSizes.read(self.resolved.config, self.machine)
         return sizes if sizes is not None and self._can_have(sizes) else None

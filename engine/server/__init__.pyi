@@ -7,7 +7,6 @@ from .chat.openai.schema import CompletionBody as CompletionBody
 from .chat.ranking.bodies import RerankBody as RerankBody
 from .chat.schema import ModelBody as ModelBody
 from .chat.schema import checked as checked
-from .device_use import DeviceUse as DeviceUse
 from .equipment import Equipment as Equipment
 from .equipment import check_adapter_names as check_adapter_names
 from .http.access import EVERYBODY as EVERYBODY
@@ -23,7 +22,6 @@ from .http.context import Context as Context
 from .http.context import Notes as Notes
 from .http.cross_site import cors as cors
 from .http.cross_site import refuse_other_sites as refuse_other_sites
-from .http.descriptors import raise_descriptor_limit as raise_descriptor_limit
 from .http.disconnect import until_disconnect as until_disconnect
 from .http.edge import application as application
 from .http.errors import ErrorForm as ErrorForm
@@ -48,7 +46,6 @@ from .http.reload import AdapterNews as AdapterNews
 from .http.reload import FileNews as FileNews
 from .http.reload import Reload as Reload
 from .http.reloader import FreshSettings as FreshSettings
-from .http.reloader import Reloader as Reloader
 from .http.reloader import at_a_start_only as at_a_start_only
 from .http.reloader import hang_up as hang_up
 from .http.routes import ROUTES as ROUTES
@@ -60,7 +57,6 @@ from .http.routing import route_path as route_path
 from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings
 from .http.settings import digest_key as digest_key
-from .http.slices import TimeSlices as TimeSlices
 from .http.streaming import StreamingResponse as StreamingResponse
 from .http.streaming import StreamingWriter as StreamingWriter
 from .http.tenants import TENANT_HEADER as TENANT_HEADER
@@ -68,7 +64,6 @@ from .http.tenants import signed as signed
 from .http.tenants import stated as stated
 from .http.tracing import Tracing as Tracing
 from .process.client import EngineClient as EngineClient
-from .process.link import core_environ as core_environ
 from .process.process_client import ProcessClient as ProcessClient
 from .process.trace_recorder import Recorder as Recorder
 from .tasks.database import Database as Database

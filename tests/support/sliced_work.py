@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jitney.engine.server.http.slices import Work
+from jitney.engine.common.slices import Work
 
 
 def at_once[T](work: Work[T]) -> T:

@@ -7,8 +7,9 @@ import re
 from dataclasses import replace
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.machine import available_host_bytes
 from jitney.engine.config import Config, EngineSection, runs_on_device
-from jitney.engine.core.executor.memory import GIB, PoolShares, available_host_bytes
+from jitney.engine.core.executor.memory import GIB, PoolShares
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 #: Sources of the number of CPU devices: jax's environment variable, and XLA's flag.

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.machine import available_host_bytes
 from jitney.engine.config import EngineSection
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.page_tables import least_window_pages, pages_per_window
@@ -30,8 +29,6 @@ _SHARE_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 #: On a CPU, which runs other programs too, the pool gets this share of the free memory, and at most
 #: this number of bytes.
 _CPU_SHARE, _CPU_MOST = 0.25, GIB
-#: Bytes assumed to be free if the system does not report it (not Linux).
-_UNKNOWN = 4 * GIB
 #: The largest share of the KV memory for cached prefixes in a group of layers with a window.
 _SPARE_SHARE = 0.125
 #: Fewest tokens between the checkpoints of a long prompt's recurrent state, and the largest share
@@ -307,15 +304,3 @@ def _pool_bytes(share: float) -> int:
     if share:
         return int(share * free)
     return min(int(_CPU_SHARE * free), _CPU_MOST)
-
-
-def available_host_bytes() -> int:
-    """Free memory of this machine in bytes: MemAvailable of /proc/meminfo."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return _UNKNOWN
-    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    if match is None:
-        return _UNKNOWN
-    return int(match[1]) * 1024

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.sse import events
 from jitney.engine.fleet.compositions.answering import ModelAnswer, ModelStream
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.metrics import FleetMetrics
@@ -17,7 +18,6 @@ from jitney.engine.fleet.models import FleetModel, ReplicatedModel
 from jitney.engine.fleet.replica_set import ReplicaSet
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.request import ProxiedRequest, Route, texts_of
-from jitney.engine.fleet.resume import events
 from jitney.engine.fleet.sections import ReplicasSection
 from jitney.engine.fleet.upstream import upstream_client
 from jitney.engine.server import HttpError, Notes

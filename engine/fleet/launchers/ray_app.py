@@ -45,7 +45,7 @@ from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.reread import FleetReader
 from jitney.engine.fleet.rollout.rollout import Rollout
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
-from jitney.engine.server import HttpServer, Reloader, ServerSettings, hang_up
+from jitney.engine.server import HttpServer, ServerSettings, hang_up
 
 _log = logging.getLogger("jitney.fleet")
 
@@ -93,7 +93,7 @@ class _IngressApp:
             if arguments.read is not None:
                 read = FleetReader(arguments.config, arguments.read, parts)
                 reload = http.reloads(fleet, read, self._take_keys)
-                following.append(asyncio.create_task(self._follow_reloads(reload)))
+                following.append(asyncio.create_task(self._follow_reloads(reload.aloud)))
             await send({"type": "lifespan.startup.complete"})
             await receive()
             fleet.begin_drain()
@@ -106,7 +106,7 @@ class _IngressApp:
     def _take_keys(self, _: JsonDict, admins: tuple[str, ...]) -> None:
         self._environ = keys_environ(admins, self._fleet.key)
 
-    async def _follow_reloads(self, reload: Reloader) -> None:
+    async def _follow_reloads(self, reload: Callable[[], Awaitable[None]]) -> None:
         """Read the files again when the directory has a request for it, and send it the engines'
         keys. Also done at the start: an ingress that replaces another one has the old keys.
         """
@@ -116,7 +116,7 @@ class _IngressApp:
                 requested = await directory.reloads.remote()
                 if requested != done:
                     done = requested
-                    await reload.aloud()
+                    await reload()
                 await directory.set_environ.remote(self._fleet.key, self._environ)
             except RayError as error:
                 _log.warning("the directory of engines does not answer: %s", error)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from jitney.dashboard import figure, line
+from jitney.engine.common.reports.figures import figure, line
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE

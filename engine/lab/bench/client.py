@@ -14,7 +14,7 @@ import orjson
 
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.fleet import events
+from jitney.engine.common.sse import events
 
 _CONNECT_S = 10.0
 #: Most characters that are stored of an error's text.

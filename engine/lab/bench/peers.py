@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from jitney.dashboard import Table
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.ports import free_port
+from jitney.engine.common.reports.page import Table
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.summary import spread, token_gaps
 from jitney.engine.common.trace import Arrival

@@ -17,10 +17,11 @@ from typing import IO, Literal, NamedTuple
 import msgspec
 
 from jitney.engine.common.child_process import end_child, start_child
+from jitney.engine.common.core_start import core_environ
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.config import Config, SizeValue, settings
+from jitney.engine.config import Config, settings
 from jitney.engine.core import OtherWork, powers_of_two, processors_here
-from jitney.engine.server import core_environ
+from jitney.engine.lab.tuned_sizes import SizeValue
 
 #: A step beyond its time limit is only chosen if the smallest takes almost as long: the largest
 #: ratio of both.
@@ -375,7 +376,9 @@ async def time_apart(
     """
     with tempfile.TemporaryFile() as errors:
         process = await start_child(
-            "jitney.engine.lab.bench.sizes_worker", env=core_environ(config), stderr=errors
+            "jitney.engine.lab.bench.sizes_worker",
+            env=core_environ(config.engine.jax_environment),
+            stderr=errors,
         )
         try:
             on_process(process)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from jitney.dashboard import Table
+from jitney.engine.common.reports.page import Table
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.lab.bench.cost import Bill, CostLine

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from jitney.engine.config import Config, MeasuredTimes
+from jitney.engine.config import Config
 from jitney.engine.lab.bench.sizes import NoTimeLeft, SizeTimes, Timed, TimedStep, time_apart
+from jitney.engine.lab.tuned_sizes import MeasuredTimes
 
 #: Most seconds of timing over all starts.
 _MOST_S = 15.0

@@ -27,7 +27,7 @@ from jitney.engine.lab.simulation.workload import (
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from jitney.dashboard import Page
+    from jitney.engine.common.reports.page import Page
     from jitney.engine.lab.bench.load import LoadResult
     from jitney.engine.lab.bench.offline import NamedWatch
     from jitney.engine.lab.simulation.engine_run import EngineRun

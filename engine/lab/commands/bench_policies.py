@@ -47,8 +47,8 @@ from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import StepTable
 
 if TYPE_CHECKING:
-    from jitney.dashboard import Page, PageSection
     from jitney.engine.common.engine_info import EngineInfo
+    from jitney.engine.common.reports.page import Page, PageSection
 
 #: Load slightly above the capacity, so that there is always a queue.
 _DEFAULT_LOAD = 1.15
@@ -384,7 +384,7 @@ def _write_runs(args: TrafficArguments, runs: _CaseRuns) -> None:
 
 def _page(args: TrafficArguments, report: JsonObject, runs: _CaseRuns, charts: bool) -> Page:
     """The page for people: figures, prediction errors and ledger of each case; the curve."""
-    from jitney.dashboard import Page
+    from jitney.engine.common.reports.page import Page
 
     engine = "{model} in {dtype} on {device} ({platform}), {seats} seats"
     sections: list[PageSection] = []
@@ -398,7 +398,7 @@ def _page(args: TrafficArguments, report: JsonObject, runs: _CaseRuns, charts: b
 def _case_sections(
     name: str, case: JsonObject, runs: PolicyRuns, price: float | None, charts: bool
 ) -> Iterator[PageSection]:
-    from jitney.dashboard import PageSection
+    from jitney.engine.common.reports.page import PageSection
     from jitney.engine.lab.bench.charts import latency_charts, ledger_bars
     from jitney.engine.lab.bench.tables import (
         errors_table,
@@ -430,7 +430,7 @@ _ERRORS_NOTE = (
 
 
 def _curve_sections(report: JsonObject, charts: bool) -> Iterator[PageSection]:
-    from jitney.dashboard import PageSection
+    from jitney.engine.common.reports.page import PageSection
     from jitney.engine.lab.bench.charts import load_curve as curve_chart
     from jitney.engine.lab.bench.tables import curve_table
 

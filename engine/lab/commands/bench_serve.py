@@ -22,7 +22,7 @@ from jitney.engine.lab.commands.bench_flags import TrafficArguments, progress, t
 from jitney.engine.lab.simulation.recordings import write_recording
 
 if TYPE_CHECKING:
-    from jitney.dashboard import Page
+    from jitney.engine.common.reports.page import Page
 
 #: Environment variables for an API key; other users of the machine could see a flag.
 _KEY_VARIABLES = ("JITNEY_BENCH_KEY", "OPENAI_API_KEY")
@@ -172,7 +172,7 @@ def _errors_of(answers: Iterable[Answer]) -> dict[str, JsonDict]:
 
 
 def _page(args: TrafficArguments, report: JsonObject, run: OnlineRun, charts: bool) -> Page:
-    from jitney.dashboard import Page, PageSection
+    from jitney.engine.common.reports.page import Page, PageSection
     from jitney.engine.lab.bench.charts import latency_charts, ledger_bars
     from jitney.engine.lab.bench.tables import figures_table, ledger_table
 

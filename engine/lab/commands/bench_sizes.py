@@ -12,17 +12,10 @@ import msgspec
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.requests import JsonObject
-from jitney.engine.config import (
-    SIZES,
-    Command,
-    Flag,
-    FlagGroup,
-    ResolvedConfig,
-    TunedSizes,
-    runs_on_device,
-)
+from jitney.engine.config import SIZES, Command, Flag, FlagGroup, ResolvedConfig, runs_on_device
 from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.server_sizes import ServerSizes
+from jitney.engine.lab.tuned_sizes import TunedSizes
 
 if TYPE_CHECKING:
     from jitney.engine.lab.bench.sizes import SizeTimes
@@ -75,7 +68,7 @@ def _check(resolved: ResolvedConfig) -> None:
 
 
 def _show(report: JsonObject, timed: Sequence[SizeTimes], chosen: TunedSizes) -> None:
-    from jitney.dashboard import Table, print_lines
+    from jitney.engine.common.reports.page import Table, print_lines
 
     rows = [row for times in timed for row in _rows(times)]
     table = Table(["threads", "step", "rows", "ms", "rows/s"], rows)

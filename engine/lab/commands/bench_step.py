@@ -51,7 +51,7 @@ def _measured(args: Arguments, config: Config) -> JsonDict:
 
 def _show(report: JsonObject) -> None:
     """Print one row per case, times in ms."""
-    from jitney.dashboard import Table, print_lines
+    from jitney.engine.common.reports.page import Table, print_lines
 
     heads = ["bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"]
     table = Table(heads, [_cells(case) for case in report["cases"]])
@@ -63,7 +63,7 @@ def _show(report: JsonObject) -> None:
 
 def _show_parts(report: JsonObject) -> None:
     """Print one row per step, with its parts as shares; parts without time are left out."""
-    from jitney.dashboard import Table, print_lines
+    from jitney.engine.common.reports.page import Table, print_lines
 
     if not report["parts"]:
         print_lines([_NO_PARTS.format_map(report)])

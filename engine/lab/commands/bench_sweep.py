@@ -21,7 +21,7 @@ from jitney.engine.lab.figures import cell
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from jitney.dashboard import Page, Table
+    from jitney.engine.common.reports.page import Page, Table
     from jitney.engine.lab.bench.sweep import Target
 
 _DEFAULT_CONCURRENCIES = "1,2,4,8,16,32"
@@ -191,7 +191,7 @@ def _opened(args: EndpointArguments, axis: str, values: Sequence[float]) -> Iter
 
 
 def _page(report: JsonObject, knee: int | None, charts: bool) -> Page:
-    from jitney.dashboard import Page, PageSection
+    from jitney.engine.common.reports.page import Page, PageSection
 
     curves = _charts(report["axis"], report["points"], knee) if charts else []
     title = f"Throughput and latency over {report['axis']}"
@@ -237,7 +237,7 @@ def _grew(point: JsonObject) -> bool:
 
 
 def _curve_table(report: JsonObject, knee: int | None) -> Table:
-    from jitney.dashboard import Table
+    from jitney.engine.common.reports.page import Table
 
     cells = [_cells(report["axis"], point) for point in report["points"]]
     rows = [list(each.values()) for each in cells]

@@ -165,7 +165,7 @@ def _report_of(roofline: Roofline, load: Load, sizing: Sizing) -> JsonDict:
 
 
 def _show(model: str, roofline: Roofline, load: Load, sizing: Sizing) -> None:
-    from jitney.dashboard import print_lines
+    from jitney.engine.common.reports.page import print_lines
 
     title = f"{model} on {roofline.count} x {roofline.device.name}"
     tokens = f"{load.prompt} prompt and {load.output} output tokens"

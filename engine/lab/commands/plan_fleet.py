@@ -201,7 +201,7 @@ def _show(
     sizings: list[FleetSizing],
     report: JsonDict,
 ) -> None:
-    from jitney.dashboard import print_lines
+    from jitney.engine.common.reports.page import print_lines
 
     hour = "hour" if traffic.hour_s == _HOUR_S else f"{traffic.hour_s:g} s"
     rows = [

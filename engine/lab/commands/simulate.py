@@ -237,7 +237,7 @@ def _times_for(args: SimulateArguments, config: Config, runs: Mapping[str, Engin
 
 
 def _show(report: JsonObject) -> None:
-    from jitney.dashboard import Table, print_lines
+    from jitney.engine.common.reports.page import Table, print_lines
     from jitney.engine.lab.bench.tables import figures_table
 
     print_lines(_notes(report))

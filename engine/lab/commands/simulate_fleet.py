@@ -219,7 +219,7 @@ _SHOWN = {
 
 
 def _show(args: FleetArguments, report: JsonDict) -> None:
-    from jitney.dashboard import print_lines
+    from jitney.engine.common.reports.page import print_lines
 
     figures, engine = report["figures"], report["engine"]
     shown = {"value": figures | {"cost_per_million": report["cost_per_million"]}}

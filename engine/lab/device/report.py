@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jitney.dashboard import Table
+from jitney.engine.common.reports.page import Table
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.rows import About, Floors, Row

@@ -17,12 +17,12 @@ from jitney.engine.common.outputs import (
     TokenLogprobs,
 )
 from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.common.slices import Work
 from jitney.engine.core import TextDelta, TextStream, TokenBytes
 from jitney.engine.server.chat.conversation.custom_inputs import CustomInputs
 from jitney.engine.server.chat.conversation.events import AssistantEvent, ToolCallStart, joined
 from jitney.engine.server.chat.conversation.thoughts import AssistantParser
 from jitney.engine.server.chat.generation_request import EncodedPrompt, GenerationRequest
-from jitney.engine.server.http.slices import Work
 
 #: Reason for the end of a choice, in OpenAI's words.
 type Ending = Literal["stop", "length"]

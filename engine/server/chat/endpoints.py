@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import Pieces
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.choices import Deltas, merged
 from jitney.engine.server.chat.formats import Format
@@ -23,7 +24,6 @@ from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import read_object
 from jitney.engine.server.http.routing import Handler
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.http.slices import Pieces
 from jitney.engine.server.http.streaming import StreamingResponse, StreamingWriter
 
 

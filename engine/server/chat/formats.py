@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jitney.engine.common.slices import Pieces
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta, TokenList
 from jitney.engine.server.chat.generation import Generation
 from jitney.engine.server.http.jsonio import in_pieces
-from jitney.engine.server.http.slices import Pieces
 from jitney.engine.server.http.streaming import StreamingWriter
 
 

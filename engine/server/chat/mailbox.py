@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from jitney.engine.server.http.slices import TimeSlices
+from jitney.engine.common.slices import TimeSlices
 
 
 class Mailbox[T]:

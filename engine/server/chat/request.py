@@ -22,6 +22,7 @@ from jitney.engine.common.requests import (
     RequestGroup,
     SamplingParams,
 )
+from jitney.engine.common.slices import Work
 from jitney.engine.server.chat.conversation.grammars import Turn
 from jitney.engine.server.chat.conversation.messages import shaped_messages
 from jitney.engine.server.chat.conversation.tools import ToolUse
@@ -30,7 +31,6 @@ from jitney.engine.server.chat.openai.schema import CompletionBody
 from jitney.engine.server.chat.schema import GenerationBody, ReasoningEffort
 from jitney.engine.server.http.context import Context, Notes
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.http.slices import Work
 
 if TYPE_CHECKING:
     from jitney.engine.core import Tokenizer

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jitney.engine.common.machine import raise_descriptor_limit
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import ServerSection
-from jitney.engine.server.http.descriptors import raise_descriptor_limit
 from jitney.engine.server.http.disk_watch import watch_disks
 from jitney.engine.server.http.listen import AcceptedKeys, base_url, check_tls, listen
 from jitney.engine.server.http.reloader import FreshSettings, Reloader, ReloadHost

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.common.slices import Pieces
 from jitney.engine.server.http.errors import HttpError, echo
-from jitney.engine.server.http.slices import Pieces
 
 _MAX_DEPTH = 64
 #: orjson's error for a depth of more than a thousand levels.

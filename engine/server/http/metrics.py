@@ -22,9 +22,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from jitney.engine.common.device_use import WINDOW_S, DeviceUse
 from jitney.engine.common.engine_info import EngineInfo, EngineState, KernelProof
 from jitney.engine.config import short
-from jitney.engine.server.device_use import WINDOW_S, DeviceUse
 from jitney.engine.server.process.counters import Histogram as StepHistogram
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from prometheus_client import Counter
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.slices import TimeSlices
 from jitney.engine.server.http.errors import ErrorReply
 from jitney.engine.server.http.settings import ServerSettings
-from jitney.engine.server.http.slices import TimeSlices
 
 if TYPE_CHECKING:
     from jitney.engine.server.http.context import Context

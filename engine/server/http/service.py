@@ -15,6 +15,7 @@ from msgspec import UNSET
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.slices import TimeSlices
 from jitney.engine.config import ConfigReport
 from jitney.engine.server.chat.model_text import ModelText, ModelTurns
 from jitney.engine.server.chat.responses.store import ResponseStore
@@ -25,7 +26,6 @@ from jitney.engine.server.http.model_cards import ModelCard
 from jitney.engine.server.http.open_requests import OpenRequests
 from jitney.engine.server.http.quotas import Quotas, RetryTimes
 from jitney.engine.server.http.settings import ServerSettings
-from jitney.engine.server.http.slices import TimeSlices
 from jitney.engine.server.process.client import EngineClient
 
 if TYPE_CHECKING:

@@ -18,15 +18,11 @@ import zmq
 import zmq.asyncio
 
 from jitney.engine.common import messages
-from jitney.engine.common.child_process import child_environ, start_child
-from jitney.engine.common.core_start import SOCKET_NAMES, Start, remove_folder
+from jitney.engine.common.child_process import start_child
+from jitney.engine.common.core_start import SOCKET_NAMES, Start, core_environ, remove_folder
 from jitney.engine.common.errors import EngineDead, ErrorInfo, RequestError
 from jitney.engine.config import Config
 
-#: Makes glibc use huge pages, since a step on a CPU reads all weights.
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-#: numpy's threads would busy-wait, which takes half of the time of the kernels' proof.
-_ONE_NUMPY_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 #: File descriptors of a link: sockets, their connections, lock, pipe, process, and some at a start.
 _DESCRIPTORS = 16
 _FOLDER_PREFIX = "jitney-core-"
@@ -209,17 +205,11 @@ class LinkRuntime:
         self.context.destroy(linger=0)
 
 
-def core_environ(config: Config) -> dict[str, str]:
-    """The environment of a process that computes with these settings."""
-    ours = _HUGE_PAGES | _ONE_NUMPY_THREAD
-    return ours | child_environ() | config.engine.jax_environment
-
-
 async def _spawn(config: Config, start: Start) -> asyncio.subprocess.Process:
     process = await start_child(
         "jitney.engine.core.process",
         stdout=None,
-        env=core_environ(config),
+        env=core_environ(config.engine.jax_environment),
     )
     assert process.stdin is not None  # requested above; open for the life of this process
     process.stdin.write(msgspec.json.encode(start) + b"\n")

@@ -440,7 +440,7 @@ def test_a_page_of_no_address_is_refused(word: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("text", ["\x1b]0;mine\x07\x1b[2J", "a\x9b31mb", "x\x7f\r"])
 def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureFixture[str]):
-    from jitney.dashboard.reports.page import Table
+    from jitney.engine.common.reports.page import Table
     from jitney.engine.common.terminal import say
 
     def shown() -> str:

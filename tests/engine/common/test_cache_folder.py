@@ -15,9 +15,9 @@ import pytest
 
 from jitney.engine.common.cache_folder import make_folders, make_private
 from jitney.engine.config.schema import Config, EngineSection
-from jitney.engine.config.tuned_sizes import TunedSizes
 from jitney.engine.core import jax_start
 from jitney.engine.core.jax_start import open_compilation_cache
+from jitney.engine.lab.tuned_sizes import TunedSizes
 
 ROOT = os.geteuid() == 0
 

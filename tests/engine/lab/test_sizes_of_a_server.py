@@ -17,12 +17,12 @@ from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.messages import Progress
 from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config
-from jitney.engine.config.tuned_sizes import _FROM_MEASURED
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.lab import server_sizes as sizes_of_server
 from jitney.engine.lab.bench import sizes, timing_behind
 from jitney.engine.lab.bench.sizes import SizeTimes, Timed
 from jitney.engine.lab.server_sizes import ServerSizes
+from jitney.engine.lab.tuned_sizes import _FROM_MEASURED
 from jitney.engine.server.http.http_server import HttpServer
 from jitney.engine.server.http.reloader import FreshSettings
 

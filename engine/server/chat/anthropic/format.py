@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+from jitney.engine.common.slices import Pieces
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.anthropic.answers import (
     BlockEvent,
@@ -43,7 +44,6 @@ from jitney.engine.server.chat.formats import Format
 from jitney.engine.server.chat.generation import Generation
 from jitney.engine.server.http.errors import ErrorReply
 from jitney.engine.server.http.jsonio import to_json
-from jitney.engine.server.http.slices import Pieces
 
 
 class _ContentBlocks:

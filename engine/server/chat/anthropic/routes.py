@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import Work
 from jitney.engine.server.chat.anthropic.answers import CountAnswer, MessageAnswer, MessageEvent
 from jitney.engine.server.chat.anthropic.format import MessageFormat
 from jitney.engine.server.chat.anthropic.schema import (
@@ -29,7 +30,6 @@ from jitney.engine.server.http.context import Context, Notes
 from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.http.slices import Work
 
 _KIND = RouteKind(
     "msg_",

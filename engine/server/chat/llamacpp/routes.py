@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import Pieces
 from jitney.engine.core import OtherFile, TokenBytes
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta
 from jitney.engine.server.chat.endpoints import (
@@ -41,7 +42,6 @@ from jitney.engine.server.http.errors import ErrorReply
 from jitney.engine.server.http.jsonio import LongJson, in_pieces, json_answer
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.http.slices import Pieces
 from jitney.engine.server.http.streaming import StreamingResponse
 
 _POST = ("POST",)

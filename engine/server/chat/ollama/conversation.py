@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import Work
 from jitney.engine.server.chat.conversation.tools import ToolUse, made_call
 from jitney.engine.server.chat.ollama.schema import (
     NAMES,
@@ -15,7 +16,6 @@ from jitney.engine.server.chat.ollama.schema import (
 )
 from jitney.engine.server.chat.request import Conversation, RouteKind, continuing
 from jitney.engine.server.chat.schema import ReasoningEffort
-from jitney.engine.server.http.slices import Work
 
 #: A num_predict beyond the context is reduced to the room left.
 CHAT = RouteKind("chat-", "messages", names=NAMES, clamps=True)

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from msgspec import UNSET
 
+from jitney.engine.common.slices import Pieces
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta, TokenList
 from jitney.engine.server.chat.conversation.events import (
@@ -37,7 +38,6 @@ from jitney.engine.server.chat.token_scores import TokenLogprob, TokenScores
 from jitney.engine.server.http.answers import Maybe
 from jitney.engine.server.http.errors import ErrorForm, ErrorReply
 from jitney.engine.server.http.jsonio import LongJson, in_pieces, to_json
-from jitney.engine.server.http.slices import Pieces
 from jitney.engine.server.http.streaming import StreamingWriter
 
 _SECOND_NS = 1e9

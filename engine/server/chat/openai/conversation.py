@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import Work
 from jitney.engine.server.chat.conversation.tools import ToolUse
 from jitney.engine.server.chat.generation_request import GenerationRequest
 from jitney.engine.server.chat.openai.schema import ChatBody, Message
 from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.http.slices import Work
 
 _KIND = RouteKind("chatcmpl-", "messages")
 

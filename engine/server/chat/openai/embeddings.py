@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from jitney.engine.common.engine_info import EngineInfo, ModelInfo
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonValue
+from jitney.engine.common.slices import Pieces
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.formats import Format
@@ -28,7 +29,6 @@ from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.jsonio import LongJson, in_pieces
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.http.slices import Pieces
 
 #: Inputs of one request, as OpenAI has it.
 _MOST_INPUTS = 2048

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msgspec import UNSET
 
+from jitney.engine.common.slices import Pieces
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta, Ending, PromptEcho, TokenList
 from jitney.engine.server.chat.conversation.events import (
@@ -47,7 +48,6 @@ from jitney.engine.server.chat.token_scores import LOWEST, PerToken, TokenScores
 from jitney.engine.server.http.answers import Maybe
 from jitney.engine.server.http.errors import ErrorReply
 from jitney.engine.server.http.jsonio import LongJson, in_pieces
-from jitney.engine.server.http.slices import Pieces
 
 _DONE = b"data: [DONE]\n\n"
 _NO_ECHO = PromptEcho("", TokenList.empty(None))

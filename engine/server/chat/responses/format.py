@@ -9,6 +9,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import Pieces
 from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta, Ending, TokenList
 from jitney.engine.server.chat.conversation.events import ContentDelta
@@ -35,7 +36,6 @@ from jitney.engine.server.chat.schema import OtherTool
 from jitney.engine.server.chat.token_scores import TokenScores
 from jitney.engine.server.http.errors import ErrorReply
 from jitney.engine.server.http.jsonio import in_pieces
-from jitney.engine.server.http.slices import Pieces
 
 #: Called with the response, without log-probabilities, when it has ended.
 type _Keep = Callable[[ResponseAnswer], None]

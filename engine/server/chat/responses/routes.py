@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import Work
 from jitney.engine.server.chat.conversation.tools import ToolUse, custom_arguments, made_call
 from jitney.engine.server.chat.endpoints import GenerationAnswer, read_body
 from jitney.engine.server.chat.request import Conversation, RequestBuilder, RouteKind
@@ -36,7 +37,6 @@ from jitney.engine.server.http.jsonio import json_answer, to_json
 from jitney.engine.server.http.queries import read_query
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.http.slices import Work
 
 _KIND = RouteKind(
     "resp_",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import orjson
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.slices import Work
 from jitney.engine.server.http.errors import HttpError, echo
-from jitney.engine.server.http.slices import Work
 
 #: Bytes charged per response in addition to its content.
 _PLACE_BYTES = 1024

@@ -13,11 +13,11 @@ import plotly.graph_objects as go
 import pytest
 from fakes import VOCAB, FakeClock, make_core, make_request, solo
 
-from jitney.dashboard.reports.page import Page, PageSection, Table
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
+from jitney.engine.common.reports.page import Page, PageSection, Table
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits

@@ -19,8 +19,8 @@ from traces import write_trace
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.scrape import Scrape
+from jitney.engine.common.sse import events
 from jitney.engine.common.trace import Arrival, TraceLine
-from jitney.engine.fleet.resume import events
 from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.cost import CostLine
 from jitney.engine.lab.bench.load import Sender, _record_of, run_load

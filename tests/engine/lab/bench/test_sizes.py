@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
-from jitney.engine.config.tuned_sizes import _FROM_MEASURED, _MEASURED, MeasuredTimes
 from jitney.engine.core.executor.other_work import OtherWork
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.lab.bench import sizes, sizes_worker, timing_behind
@@ -40,6 +39,7 @@ from jitney.engine.lab.bench.sizes import (
 from jitney.engine.lab.bench.sizes_worker import _prompt_chunks, _StepTimer
 from jitney.engine.lab.bench.step import StepCase
 from jitney.engine.lab.bench.timing_behind import TimingBehind
+from jitney.engine.lab.tuned_sizes import _FROM_MEASURED, _MEASURED, MeasuredTimes
 
 Seconds = Callable[[int], float]
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from jitney.engine.common.slices import TimeSlices
 from jitney.engine.server.chat.mailbox import Mailbox
-from jitney.engine.server.http.slices import TimeSlices
 
 
 async def test_all_that_came_is_taken_at_once_and_in_order():

@@ -14,10 +14,10 @@ from loop_lag import lag_of_loop
 from server_settings import server_settings
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.slices import Pieces, TimeSlices
 from jitney.engine.core.text.fast_tokenizers import _tiny_fast
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.slices import Pieces, TimeSlices
 
 #: Seconds of computing. All at once it took half a second to four; a slow machine that does other
 #: things beside needs 0.13 for what a fast one does in 0.05.
@@ -140,7 +140,7 @@ async def _written(pieces: Callable[[int], Pieces]) -> tuple[int, list[int]]:
 
 def test_what_all_streams_write_after_a_step_is_written_in_few_turns(monkeypatch):
     """A turn of the loop for each of them cost more than the writing."""
-    monkeypatch.setattr("jitney.engine.server.http.slices._SLICE_S", 30.0)
+    monkeypatch.setattr("jitney.engine.common.slices._SLICE_S", 30.0)
 
     def pieces(number: int) -> Pieces:
         yield b"%d" % number
@@ -156,7 +156,7 @@ def test_those_who_wait_for_a_slice_share_the_next_ones(monkeypatch):
     """
     now_s = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now_s)
-    monkeypatch.setattr("jitney.engine.server.http.slices.time", clock)
+    monkeypatch.setattr("jitney.engine.common.slices.time", clock)
 
     def pieces(number: int) -> Pieces:
         nonlocal now_s

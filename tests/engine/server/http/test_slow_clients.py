@@ -23,10 +23,11 @@ from api_fakes import PATIENCE_S, FakeClient, Script, http_client, make_app, run
 from places import SUPPORT
 from server_settings import server_settings
 
+from jitney.engine.common.machine import raise_descriptor_limit
 from jitney.engine.server.http import connections as connections_module
 from jitney.engine.server.http import protocol
 from jitney.engine.server.http.connections import Connections
-from jitney.engine.server.http.descriptors import connections_within, raise_descriptor_limit
+from jitney.engine.server.http.descriptors import connections_within
 from jitney.engine.server.http.listen import listen
 from jitney.engine.server.http.settings import ServerSettings, digest_key
 

@@ -13,12 +13,12 @@ import pytest
 from engine_infos import engine_info
 from flax import nnx
 
+from jitney.engine.common.device_use import WINDOW_S, DeviceUse
 from jitney.engine.common.records import STEP_DTYPE, RecordRing
 from jitney.engine.common.step_cost import DeviceCeiling, StepCost, StepRows
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.describe import describe_step
-from jitney.engine.server.device_use import WINDOW_S, DeviceUse
 
 #: Two layers, 100 numbers of attention and 60 of one feed-forward in all, a head of 40.
 COST = StepCost(

@@ -13,8 +13,8 @@ from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
-from jitney.engine.config.tuned_sizes import _FROM_MEASURED, SizeValue, TunedSizes
 from jitney.engine.lab.server_sizes import ServerSizes
+from jitney.engine.lab.tuned_sizes import _FROM_MEASURED, SizeValue, TunedSizes
 
 SIZES = TunedSizes({"max_seats": 16, "token_budget": 128, "token_buckets": (32, 128)}, "2026-01-02")
 HERE = "some processor, 2 threads"

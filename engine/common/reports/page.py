@@ -139,7 +139,7 @@ def _plotly_js() -> str:
 def _template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    loader = PackageLoader("jitney.dashboard.reports")
+    loader = PackageLoader("jitney.engine.common.reports")
     environment = Environment(
         loader=loader,
         autoescape=True,

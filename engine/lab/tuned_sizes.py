@@ -13,9 +13,7 @@ import msgspec
 
 from jitney.engine.common.cache_folder import keep, kept_file
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config.layers import ResolvedConfig, settings
-from jitney.engine.config.presets import SIZES, runs_on_device
-from jitney.engine.config.schema import Config
+from jitney.engine.config import SIZES, Config, ResolvedConfig, runs_on_device, settings
 
 #: Origin of measured values.
 _FROM_MEASURED = "measured here"
