@@ -73,11 +73,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         """Weights of all layers that one row uses."""
         return self.shared_weights + self.n_chosen * self.expert_weights
 
-    def read_weights(self, rows: _Amount) -> _Amount:
-        """Weights of the layers that `rows` rows read, with experts chosen at random."""
-        return self.shared_weights + self._read_experts(rows)
-
     def _read_experts(self, rows: _Amount) -> _Amount:
+        """Weights of the experts that `rows` rows read, if they choose at random."""
         missed = (1 - self.n_chosen / self.n_experts) ** rows
         return self.n_experts * (1 - missed) * self.expert_weights
 

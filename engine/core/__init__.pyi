@@ -31,7 +31,6 @@ from .grammar.terms import Terms as Terms
 from .grammar.terms import arguments_schema as arguments_schema
 from .grammar.terms import json_rule as json_rule
 from .jax_start import devices_of as devices_of
-from .jax_start import start_jax as start_jax
 from .llm import LLM as LLM
 from .llm import Completion as Completion
 from .models.protocol import Model as Model
@@ -58,8 +57,7 @@ from .scheduler.policies import POLICIES as POLICIES
 from .scheduler.scheduler import Scheduler as Scheduler
 from .scheduler.sequence import Sequence as Sequence
 from .scheduler.state_slots import StateTables as StateTables
-from .setup import choose_dtype as choose_dtype
-from .setup import choose_kernels as choose_kernels
+from .setup import start_device as start_device
 from .text.chat_templates import ChatTemplates as ChatTemplates
 from .text.chat_templates import RenderedTooLong as RenderedTooLong
 from .text.detokenizer import TextDelta as TextDelta

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from jitney.engine.config import AUTO, Config, EngineSection, settings
 from jitney.engine.core.executor.fits import context_of
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.seat_tokens import Drafting, PromptLookup
+from jitney.engine.core.jax_start import start_jax
 from jitney.engine.core.models.sharding import make_mesh
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
@@ -179,7 +180,7 @@ def setup_on(
     mesh = None
     if len(devices) > 1:
         mesh = make_mesh(devices, engine.data_parallel)
-    dtype = choose_dtype(config.model.dtype, devices[0].platform)
+    dtype = _choose_dtype(config.model.dtype, devices[0].platform)
     context = context_of(config, source.config)
     if model.encoder is not None and context < model.context_length:
         _log.info(
@@ -243,7 +244,7 @@ def kernels_for(setup: Setup, config: ModelConfig, kv_dtype: np.dtype) -> Kernel
     heads = ServedHeads(max(widths), setup.dtype.name, kv_dtype.name, config.attention_sinks)
     if setup.is_encoder:
         heads = None
-    kernels = choose_kernels(setup.device.platform, settings.kernels, heads)
+    kernels = _choose_kernels(setup.device.platform, settings.kernels, heads)
     if setup.is_encoder:
         kernels = without(kernels, _KERNELS_OF_DECODERS)
     return with_product_rows(kernels, settings.product_rows)
@@ -274,7 +275,16 @@ def _smallest_bucket(kernels: KernelSet) -> int:
     return 1
 
 
-def choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = None) -> KernelSet:
+def start_device(config: Config, kernel_sets: Iterable[str]) -> tuple[list[KernelSet], np.dtype]:
+    """Start jax without a model; (the kernel sets with these names, the dtype) for its device.
+    Raises ConfigError.
+    """
+    platform = start_jax(config)[0].platform
+    kernels = [_choose_kernels(platform, name) for name in kernel_sets]
+    return kernels, _choose_dtype(config.model.dtype, platform)
+
+
+def _choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = None) -> KernelSet:
     """The kernel set with this name, for these heads if given. Raises ConfigError."""
     try:
         return select(platform_name, name, heads)
@@ -282,7 +292,7 @@ def choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = No
         raise ConfigError(f"kernels: {error}") from error
 
 
-def choose_dtype(name: str, platform_name: str) -> np.dtype:
+def _choose_dtype(name: str, platform_name: str) -> np.dtype:
     """The dtype of weights, activations and KV; auto: bfloat16 if the device multiplies it
     natively.
     """

@@ -101,13 +101,10 @@ def _failure(error: Exception) -> str:
 def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
     """(the chosen kernel set and the one to compare with, dtype); starts jax."""
     from jitney.engine.config import load_config
-    from jitney.engine.core import choose_dtype, choose_kernels, start_jax
+    from jitney.engine.core import start_device
 
-    platform = start_jax(load_config(flags={"platform": job.platform}))[0].platform
-    sets = [choose_kernels(platform, job.kernels)]
-    if job.against:
-        sets.append(choose_kernels(platform, job.against))
-    return sets, choose_dtype(job.dtype, platform)
+    config = load_config(flags={"platform": job.platform, "dtype": job.dtype})
+    return start_device(config, filter(None, (job.kernels, job.against)))
 
 
 def _floors_in(dtype: np.dtype) -> Floors:

@@ -400,6 +400,7 @@ def test_published_mixtures_have_their_number_of_weights(name: str, all_weights:
 
 def test_few_rows_read_few_experts():
     cost = ModelCost(SHAPES["qwen3-30b-a3b"])
-    assert cost.step.read_weights(1) == pytest.approx(cost.step.row_weights)
-    assert cost.step.read_weights(8) < 0.5 * cost.layer_weights
-    assert cost.step.read_weights(512) == pytest.approx(cost.layer_weights, rel=1e-6)
+    step, shared = cost.step, cost.step.shared_weights
+    assert shared + step._read_experts(1) == pytest.approx(step.row_weights)
+    assert shared + step._read_experts(8) < 0.5 * cost.layer_weights
+    assert shared + step._read_experts(512) == pytest.approx(cost.layer_weights, rel=1e-6)
