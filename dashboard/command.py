@@ -114,7 +114,7 @@ def _engines(addresses: Sequence[str], key: str) -> dict[str, RemoteEngine]:
 
 def _serve(config: Config, engines: dict[str, RemoteEngine], price: float | None) -> None:
     """price: of one engine for an hour."""
-    from jitney.engine.core import make_display
+    from jitney.engine.common.display import make_display
 
     http = HttpServer.of(config.server)
     make_display().close()

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from jitney.engine.server import EVERYBODY, NOBODY, ApiKeys, Identity, digest_key
+from jitney.engine.common.key_file import digest_key
+from jitney.engine.server import EVERYBODY, NOBODY, ApiKeys, Identity
 
 _COOKIE = "jitney_session"
 #: Seconds until a browser must sign in again.

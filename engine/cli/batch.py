@@ -8,11 +8,11 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jitney.engine.common.display import make_display
 from jitney.engine.common.errors import EngineDead
 from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.terminal import progress_reporter, say
 from jitney.engine.config import Command, Config, Flag, FlagGroup
-from jitney.engine.core import make_display
 from jitney.engine.server import Equipment
 
 if TYPE_CHECKING:

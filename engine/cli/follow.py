@@ -6,9 +6,9 @@ import asyncio
 import logging
 import signal
 
+from jitney.engine.common.display import Display, make_display
 from jitney.engine.common.terminal import visible
 from jitney.engine.config import Config
-from jitney.engine.core import Display, make_display
 from jitney.engine.server import Equipment, ProcessClient
 
 _log = logging.getLogger("jitney")

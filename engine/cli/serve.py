@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitney.engine.cli.vllm_flags import add_vllm_flags
+from jitney.engine.common.display import Display, make_display
 from jitney.engine.common.machine import raise_descriptor_limit
 from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.requests import JsonDict
@@ -32,7 +33,7 @@ from jitney.engine.config import (
     settings,
     values,
 )
-from jitney.engine.core import Display, make_display, placed
+from jitney.engine.core import placed
 from jitney.engine.lab import ServerSizes
 from jitney.engine.server import (
     Equipment,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import stat
 from pathlib import Path
 
@@ -35,3 +36,8 @@ def _private_text(setting: str, file: Path) -> str:
         raise ConfigError(f"{setting} {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{setting} {file} is not text") from None
+
+
+def digest_key(key: str) -> str:
+    """A key as it is stored and compared: SHA-256, hexadecimal."""
+    return hashlib.sha256(key.encode()).hexdigest()

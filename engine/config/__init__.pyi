@@ -12,7 +12,6 @@ from .flags import FlagGroup as FlagGroup
 from .layers import NOTHING as NOTHING
 from .layers import ResolvedConfig as ResolvedConfig
 from .layers import load_config as load_config
-from .layers import read_toml as read_toml
 from .layers import settings as settings
 from .layers import unknown_word as unknown_word
 from .layers import values as values

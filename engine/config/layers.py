@@ -5,18 +5,18 @@ error is one line that names the place of the bad value and what is accepted the
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Never, get_args, get_origin
+from typing import Literal, Never, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jitney.engine.common.errors import ConfigError, did_you_mean
+from jitney.engine.common.text_file import read_toml
 from jitney.engine.config.schema import Config, Section
 
 _ENV_PREFIX = "JITNEY_"
@@ -239,16 +239,6 @@ def _from_file(file: str | Path | None) -> Iterator[tuple[Setting, object, str]]
             if key not in settings:
                 raise ConfigError(f"{file}: [{section}] {unknown_word(key, list(settings))}")
             yield settings[key], value, f"{file}: [{section}] {key}"
-
-
-def read_toml(file: str | Path) -> dict[str, Any]:
-    """The tables of a file. Raises ConfigError."""
-    try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from None
 
 
 def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[Setting, object, str]]:

@@ -1,7 +1,4 @@
 from .build import prove_kernels as prove_kernels
-from .display import Display as Display
-from .display import load_llm as load_llm
-from .display import make_display as make_display
 from .distributed.connection import HostAddress as HostAddress
 from .distributed.environment import placed as placed
 from .engine_core import EngineCore as EngineCore
@@ -33,6 +30,7 @@ from .grammar.terms import json_rule as json_rule
 from .jax_start import devices_of as devices_of
 from .llm import LLM as LLM
 from .llm import Completion as Completion
+from .llm import load_llm as load_llm
 from .models.protocol import Model as Model
 from .models.quantization import KV_TYPES as KV_TYPES
 from .models.quantization import Packed as Packed

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jitney.engine.common import messages
+from jitney.engine.common.display import make_display
 from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.common.outputs import SequenceOutput, TokenLogprobs
 from jitney.engine.common.platforms import check_platform
@@ -328,3 +329,12 @@ def _as_prompts(prompts: _Prompt | Sequence[_Prompt]) -> list[_Prompt]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def load_llm(config: Config) -> LLM:
+    """An engine in this process; shows the progress of loading."""
+    display = make_display()
+    try:
+        return LLM(config, progress=display.progress)
+    finally:
+        display.close()

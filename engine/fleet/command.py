@@ -121,7 +121,7 @@ def ray_application(args: dict[str, str]) -> Application:
 
 
 def _start(config: FleetConfig, http: HttpServer, read: _Read) -> int:
-    from jitney.engine.core import make_display
+    from jitney.engine.common.display import make_display
 
     make_display(config.server.log_level).close()
     with http.listening():

@@ -56,7 +56,6 @@ from .http.routing import RouteTable as RouteTable
 from .http.routing import route_path as route_path
 from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings
-from .http.settings import digest_key as digest_key
 from .http.streaming import StreamingResponse as StreamingResponse
 from .http.streaming import StreamingWriter as StreamingWriter
 from .http.tenants import TENANT_HEADER as TENANT_HEADER

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitney.engine.common.child_process import child_environ, end_child, start_child
+from jitney.engine.common.display import Display
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.messages import Progress
 from jitney.engine.config import Config
-from jitney.engine.core import Display, check_fits
+from jitney.engine.core import check_fits
 
 if TYPE_CHECKING:
     from jitney.engine.common.engine_info import EngineInfo

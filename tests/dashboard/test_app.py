@@ -17,9 +17,10 @@ from jitney.dashboard.page_files import _PLOTLY, _STATIC
 from jitney.dashboard.sessions import _COOKIE, _LIFETIME_S, _MAX_SESSIONS, Sessions
 from jitney.dashboard.sse import _FEED_VERSION
 from jitney.dashboard.viewers import Viewer
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.http.access import _MOST_ALIKE, NOBODY, ApiKeys, Identity
 from jitney.engine.server.http.routing import Role
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 KEY = "a secret key"
 #: The id of one of the requests that sit in the engine of these tests.

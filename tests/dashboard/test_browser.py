@@ -28,6 +28,7 @@ from jitney.dashboard import Dashboard, history_log
 from jitney.dashboard.incident_log import KINDS, IncidentTable
 from jitney.engine.common.engine_info import KernelProof, Seat
 from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.messages import CanaryFinding, Progress, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.ports import free_port
@@ -35,7 +36,7 @@ from jitney.engine.common.request_record import RequestRecord, Stay
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.lab.policy_lab import Lab
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 MARKUP = "<img src=x onerror=alert(1)>"
 

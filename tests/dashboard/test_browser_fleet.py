@@ -15,8 +15,9 @@ from page_replicas import FakeReplica, FakeRollouts, engines_app, rollout_of, ur
 from jitney.dashboard.fleet import Endpoint, FleetView
 from jitney.dashboard.fleet_page import FleetPage
 from jitney.dashboard.remote import RemoteEngine
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.messages import Progress
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 MARKUP = "<img src=x onerror=alert(1)>"
 NOWHERE = "http://127.0.0.1:1"

@@ -16,10 +16,11 @@ from jitney.dashboard.fleet import Endpoint, FleetView
 from jitney.dashboard.fleet_page import FleetPage
 from jitney.dashboard.remote import RemoteEngine
 from jitney.engine.common.engine_info import KernelProof
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.messages import SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest, SamplingParams
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 #: Whether the search over all replicas lists so many.
 ROWS_ARE = "(n) => document.querySelectorAll('#request-table tbody tr').length === n"

@@ -28,11 +28,12 @@ from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
 from jitney.dashboard.viewers import Viewer
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.messages import Progress
 from jitney.engine.common.ports import free_port
 from jitney.engine.server.http.access import EVERYBODY, Identity
 from jitney.engine.server.http.routing import Role
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 USER = Identity(Role.USER, "somebody")
 #: Seconds until a test gives up.

@@ -17,13 +17,14 @@ from jitney.dashboard import Dashboard, sse
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.standalone import Standalone
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.messages import PromptChunk, SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.server.app import create_app
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import Role
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 ANN, BEN, ROOT = "ann's key", "ben's key", "the operator's key"
 SETTINGS = ServerSettings(

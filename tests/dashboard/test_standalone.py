@@ -24,10 +24,11 @@ from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.replica import ReplicaView
 from jitney.dashboard.standalone import Standalone
 from jitney.engine.cli import main
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.lab.policy_lab import Lab
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 KEY = "the engines' key"
 

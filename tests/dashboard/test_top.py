@@ -21,12 +21,13 @@ from jitney.dashboard.remote import RemoteEngine, Unreachable, _base_of
 from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.messages import SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 
 def busy_client() -> FakeClient:

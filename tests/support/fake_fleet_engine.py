@@ -14,10 +14,11 @@ from collections.abc import AsyncIterator
 import uvicorn
 from api_fakes import FakeClient, Script, make_app
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.server.http.access import ApiKeys
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 _TEXT = "Hello, wörld! " * 4
 #: Seconds before each token: usually, and for a prompt with the word "slowly".

@@ -9,7 +9,8 @@ from starlette.applications import Starlette
 from jitney.dashboard import Dashboard
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.relay import Relay
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.common.key_file import digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 
 def page(client: FakeClient, *keys: str) -> Starlette:

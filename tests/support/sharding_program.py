@@ -36,9 +36,9 @@ from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.requests import Grammar
 from jitney.engine.config.schema import Config
 from jitney.engine.core import build, setup
-from jitney.engine.core.display import load_llm
 from jitney.engine.core.executor.program import Program, StateSizes
 from jitney.engine.core.executor.step_programs import StepPrograms
+from jitney.engine.core.llm import load_llm
 from jitney.engine.core.models.layers import Linear
 from jitney.engine.core.models.quantization import quantise
 from jitney.engine.core.models.registry import abstract_model

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonObject
-from jitney.engine.config import Config, load_config, read_toml, settings, unknown_word
+from jitney.engine.common.text_file import read_toml
+from jitney.engine.config import Config, load_config, settings, unknown_word
 from jitney.engine.fleet.sections import ReplicasSection
 
 #: Python module that runs `jitney serve` with its arguments, and ends with the fleet.

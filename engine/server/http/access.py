@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.routing import Role
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 #: Seconds that a wrong key is remembered.
 _WINDOW_S = 60.0

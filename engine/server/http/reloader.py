@@ -205,8 +205,8 @@ class Reloader:
         return sorted(changed)
 
     async def _take_keys(self, accepted: AcceptedKeys) -> KeyNews:
+        from jitney.engine.common.key_file import digest_key
         from jitney.engine.server.http.reload import KeyNews
-        from jitney.engine.server.http.settings import digest_key
 
         changes = self.keys.replace(
             [digest_key(key) for key in accepted.users],

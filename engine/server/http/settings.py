@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -59,8 +58,3 @@ class ServerSettings:
     def page(self) -> str | None:
         """Path of the page, relative to the root; None where there is none."""
         return self.public_prefixes[0].removeprefix("/") if self.public_prefixes else None
-
-
-def digest_key(key: str) -> str:
-    """A key as it is stored and compared: SHA-256, hexadecimal."""
-    return hashlib.sha256(key.encode()).hexdigest()

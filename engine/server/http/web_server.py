@@ -33,7 +33,8 @@ _HEADER_LIMIT = 1 << 16
 
 def limits(server: ServerSection, keys: AcceptedKeys) -> ServerSettings:
     """The [server] section as the endpoint takes it."""
-    from jitney.engine.server.http.settings import ServerSettings, digest_key
+    from jitney.engine.common.key_file import digest_key
+    from jitney.engine.server.http.settings import ServerSettings
 
     return ServerSettings(
         server=server,

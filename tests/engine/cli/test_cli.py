@@ -18,12 +18,12 @@ import pytest
 from jitney.engine.cli import _COMMANDS, main
 from jitney.engine.cli.chat import _Conversation, _converse
 from jitney.engine.cli.serve import _curl_line
+from jitney.engine.common.display import _Lines
 from jitney.engine.common.engine_info import ModelInfo
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.messages import Progress
 from jitney.engine.config.layers import load_config
 from jitney.engine.config.schema import Config, ServerSection
-from jitney.engine.core.display import _Lines
 from jitney.engine.server.http.listen import AcceptedKeys, base_url, listen
 
 

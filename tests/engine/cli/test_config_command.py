@@ -11,8 +11,8 @@ from api_fakes import FakeClient, make_app, served
 
 from jitney.engine.cli import main
 from jitney.engine.cli.config_command import digest_here
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.config.layers import ResolvedConfig, load_config
-from jitney.engine.server.http.settings import digest_key
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.cli import diagnose as command
 from jitney.engine.cli import main
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.records import STEP_DTYPE
-from jitney.engine.server.http.settings import digest_key
 
 
 @pytest.fixture(autouse=True)

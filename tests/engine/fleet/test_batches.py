@@ -17,7 +17,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion
 
 from jitney.engine.common.errors import ErrorInfo
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.common.key_file import digest_key
 
 LINES = [line(f"r{number}", CHATS, max_tokens=20) for number in range(60)]
 

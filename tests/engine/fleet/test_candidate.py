@@ -23,6 +23,7 @@ from fleet_engines import FakeEngine, Served, engines, fleet_of
 from places import ROOT
 
 from jitney.engine.common.errors import ConfigError, ErrorInfo
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.fleet.config import FleetConfig
@@ -35,7 +36,6 @@ from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES, ArmName, Reque
 from jitney.engine.fleet.rollout.rollout import KeyPlace, PromotionRule, Rollout
 from jitney.engine.fleet.rollout.rollout_keeper import RolloutKeeper
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
-from jitney.engine.server.http.settings import digest_key
 
 TOKENS = 10
 

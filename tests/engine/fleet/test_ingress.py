@@ -24,10 +24,10 @@ from fleet_engines import (
 )
 
 from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.fleet.prompt_prefixes import prompt_prefixes
 from jitney.engine.fleet.request import ProxiedRequest
-from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.process.client import OutputListener
 
 TEXT = "Hello, wörld!"

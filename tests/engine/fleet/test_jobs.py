@@ -22,7 +22,7 @@ from fleet_engines import (
 from openai.types.chat import ChatCompletion
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
 
 CHATS = "/v1/chat/completions"

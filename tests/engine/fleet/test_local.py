@@ -17,13 +17,14 @@ import pytest
 from fleet_engines import CHAT, said
 
 from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.ingress import create_ingress
 from jitney.engine.fleet.launchers import local
 from jitney.engine.fleet.launchers.local import LocalEngines
 from jitney.engine.fleet.sections import ReplicasSection
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 SUPPORT = Path(__file__).parents[2] / "support"
 ANSWER = "Hello, wörld! " * 4

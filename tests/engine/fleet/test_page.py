@@ -14,11 +14,12 @@ from api_fakes import ByteTokenizer, until
 from fleet_engines import FakeEngine, Served, engines, fleet_of, toml
 
 from jitney.dashboard import Dashboard
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.fleet import ingress
 from jitney.engine.fleet.fleet import RefusalCounts
 from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 ADMIN, USER, ENGINE = "the operator's key", "a user's key", "the engines' key"
 KEYS = {"admin_keys": (digest_key(ADMIN),), "api_keys": (digest_key(USER),)}

@@ -18,11 +18,11 @@ from fakes import FakeClock
 from fleet_engines import CHAT, FakeEngine, engines, fleet_of, toml
 
 from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.quotas import FleetQuotas, _Account, _prompt_size, _sequences_of
 from jitney.engine.fleet.request import ProxiedRequest
-from jitney.engine.server.http.settings import digest_key
 
 #: 10 tokens by the first guess of 4 characters each.
 PROMPT = "x" * 40

@@ -26,10 +26,11 @@ from fleet_engines import CHAT, said
 from load_over_a_kill import SETTINGS, texts_over_a_kill
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.ports import free_port
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import ENGINE_MODULE
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("JITNEY_TEST_RAY") != "1", reason="a cluster of its own: make test-ray"

@@ -22,9 +22,9 @@ from adapter_files import write_adapter
 from api_fakes import FakeClient, Script, http_client, until
 from fleet_engines import CHAT, FakeEngine, engines
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.ports import free_port
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.server.http.settings import digest_key
 
 PROGRAM = "import sys; from jitney.engine.cli import main; sys.exit(main())"
 

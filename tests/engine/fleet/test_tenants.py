@@ -17,10 +17,10 @@ from api_fakes import FakeClient, Script, until
 from batch_files import CHATS, jsonl, line
 from fleet_engines import CHAT, FakeEngine, Served, engines, fleet_of, toml
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.core.scheduler.page_keys import root_of
 from jitney.engine.fleet.prompt_prefixes import prompt_prefixes
 from jitney.engine.fleet.request import ProxiedRequest
-from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.http.tenants import signed
 
 ALPHA, BETA, BOSS, OWN = map(digest_key, ("alpha", "beta", "boss", "own"))

@@ -13,8 +13,8 @@ import pytest
 from api_fakes import FakeClient, Script, call, make_app, run
 from starlette.applications import Starlette
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.chat.openai.embeddings import EmbeddingsBody
-from jitney.engine.server.http.settings import digest_key
 
 PROMPT = {"model": "m", "prompt": "ab"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from api_fakes import EOS, FakeClient, call, make_app, run
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.server.http.settings import digest_key
 
 CHAT = {"messages": [{"role": "user", "content": "ab"}]}
 RENDERED = "user: ab\nassistant: "

@@ -6,6 +6,7 @@ import pytest
 from api_fakes import FakeClient, call, make_app
 from fakes import FakeClock
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.http.access import (
     _MAX_REMEMBERED,
     _MOST_ALIKE,
@@ -16,7 +17,7 @@ from jitney.engine.server.http.access import (
 )
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.routing import Role
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 HERE, ELSEWHERE = "192.0.2.1", "192.0.2.2"
 PROMPT = {"model": "m", "prompt": "Hi", "max_tokens": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from api_fakes import FakeClient, call, make_app, run
 
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.common.key_file import digest_key
 
 ROUTES = {
     "/sleep": "POST",

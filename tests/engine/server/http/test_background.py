@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from api_fakes import FakeClient, Reply, Script, call, make_app, run
 
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.common.key_file import digest_key
 
 PROMPT = {"prompt": "a", "max_tokens": 3}
 KEYS: dict[str, Any] = {"api_keys": (digest_key("u"),), "admin_keys": (digest_key("a"),)}

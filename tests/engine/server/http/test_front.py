@@ -14,9 +14,9 @@ from api_fakes import ByteTokenizer, FakeClient, Script, call, make_app, run
 from server_settings import server_settings
 
 from jitney.dashboard import Dashboard
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.app import create_app
 from jitney.engine.server.http.routes import ROUTES
-from jitney.engine.server.http.settings import digest_key
 
 KEYS: dict[str, Any] = {"api_keys": (digest_key("k"),)}
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -16,8 +16,8 @@ from server_settings import server_settings
 
 from jitney.dashboard import Dashboard
 from jitney.engine.cli import main
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.app import create_app
-from jitney.engine.server.http.settings import digest_key
 
 PROMPT = {"model": "m", "prompt": "ab", "max_tokens": 3}
 WRITES = {

@@ -15,10 +15,10 @@ import pytest
 from api_fakes import FakeClient, Reply, Script, call, make_app, run, served
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.chat.openai.schema import ChatBody
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role
-from jitney.engine.server.http.settings import digest_key
 
 FUZZ = Path(__file__).parents[4] / "docs" / "benchmarks" / "fuzz.py"
 

@@ -9,9 +9,9 @@ from api_fakes import FakeClient, Script, call, make_app, run
 from fakes import FakeClock
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.server.http.quotas import Quotas
-from jitney.engine.server.http.settings import digest_key
 
 PATH = "/v1/completions"
 BODY = {"model": "m", "prompt": "ab", "max_tokens": 4, "ignore_eos": True}

@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.server.app import create_app
 from jitney.engine.server.chat.openai.schema import ChatBody, CompletionBody
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import HttpRoute, Role, RouteTable
 from jitney.engine.server.http.service import Service
-from jitney.engine.server.http.settings import digest_key
 
 KEY = {"authorization": "Bearer sekrit"}
 DOCS = Path(__file__).parents[4] / "docs" / "http.md"

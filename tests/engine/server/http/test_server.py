@@ -12,7 +12,7 @@ from api_fakes import FakeClient, Script, http_client, make_app, served, until
 from server_settings import server_settings
 
 from jitney.engine.common.errors import ErrorInfo
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.common.key_file import digest_key
 
 PROMPT = {"model": "m", "prompt": "ab"}
 QUICK = {"read_timeout_s": 0.3, "body_limit": 10_000}

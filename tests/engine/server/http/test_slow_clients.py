@@ -23,13 +23,14 @@ from api_fakes import PATIENCE_S, FakeClient, Script, http_client, make_app, run
 from places import SUPPORT
 from server_settings import server_settings
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.machine import raise_descriptor_limit
 from jitney.engine.server.http import connections as connections_module
 from jitney.engine.server.http import protocol
 from jitney.engine.server.http.connections import Connections
 from jitney.engine.server.http.descriptors import connections_within
 from jitney.engine.server.http.listen import listen
-from jitney.engine.server.http.settings import ServerSettings, digest_key
+from jitney.engine.server.http.settings import ServerSettings
 
 #: Bytes that a connection may have waiting: the transport's own mark, and a block.
 _MOST_WAITING = 300_000

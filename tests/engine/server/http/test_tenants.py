@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from api_fakes import FakeClient, Reply, call, make_app, run
 
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.common.key_file import digest_key
 
 ALPHA, BETA = digest_key("alpha"), digest_key("beta")
 KEYS: dict[str, Any] = {

@@ -21,10 +21,10 @@ from openai.types.chat import ChatCompletion
 from webhook_receiver import receiving
 
 from jitney.engine.common.errors import ErrorInfo, RequestError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.config import ServerSection
-from jitney.engine.server.http.settings import digest_key
 from jitney.engine.server.process.client import OutputListener
 from jitney.engine.server.tasks import batch_rows, job_rows, webhooks
 from jitney.engine.server.tasks.records import Job, Line, LineOutcome

@@ -11,7 +11,7 @@ from client_models import parsed, typed_events
 from families import FamilyTokenizer, family_app
 
 from jitney.engine.common.errors import ErrorInfo
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.common.key_file import digest_key
 
 # The client takes seconds to import: that is for the process that runs these tests.
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from api_fakes import ByteTokenizer, FakeClient, Reply, Script, call, make_app, 
 from families import family_app
 
 from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.core.text.fill_in import FillIn
-from jitney.engine.server.http.settings import digest_key
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER = {"role": "user", "content": "Weather?"}

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.server.chat.ranking.bodies import RerankAnswer
 from jitney.engine.server.chat.ranking.kinds import _sigmoid
-from jitney.engine.server.http.settings import digest_key
 
 RERANK, SCORE = "/v1/rerank", "/v1/score"
 #: Tokens that the fake engine's lists of likeliest ones have, and one that they have not.

@@ -13,7 +13,7 @@ from openai import DefaultHttpxClient, NotFoundError, OpenAI
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 
 from jitney.engine.common.errors import ErrorInfo
-from jitney.engine.server.http.settings import digest_key
+from jitney.engine.common.key_file import digest_key
 
 PATH = "/v1/responses"
 BODY = {"model": "m", "input": "ab"}

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.common.messages import Progress
 from jitney.engine.common.terminal import console, visible
-from jitney.engine.config import Config
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
-
-    from jitney.engine.core.llm import LLM
 
 _log = logging.getLogger("jitney")
 
@@ -180,14 +177,3 @@ def _quiet_libraries() -> None:
     """Log only warnings of other packages."""
     for name in ("uvicorn", "httpx", "jax", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def load_llm(config: Config) -> LLM:
-    """An engine in this process; shows the progress of loading."""
-    from jitney.engine.core.llm import LLM
-
-    display = make_display()
-    try:
-        return LLM(config, progress=display.progress)
-    finally:
-        display.close()
