@@ -395,7 +395,7 @@ class Worker:
 
     @property
     def dismissed(self) -> str:
-        """The reason of host 0's end without failure; "": none, or it plans for other hosts."""
+        """The reason of host 0's end without failure; "": none, or this host plans itself."""
         leave = self._leader.left
         if leave is None or leave.failed or not self._follows:
             return ""
