@@ -154,7 +154,7 @@ class DeviceReport:
         if not cases:
             return None
         seconds = {
-            name: round(sum(found[case] for case in cases), 9) for name, found in times.items()
+            name: round(sum(of_case[case] for case in cases), 9) for name, of_case in times.items()
         }
         ours, theirs = PromptChoices.serving
         return {

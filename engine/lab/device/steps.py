@@ -88,18 +88,20 @@ class StepBench:
     page_size: int
 
     @classmethod
-    def of(cls, job: PartJob, wanted: RandomModel, buckets: Buckets, context: int) -> StepBench:
+    def of(
+        cls, job: PartJob, random_model: RandomModel, buckets: Buckets, context: int
+    ) -> StepBench:
         """A runner without compiled programs, with as many pages as fit, at most as many as the
         cases need.
         """
         gc.collect()  # reference cycles may keep the previous runner's arrays alive
-        config, kernels = wanted.config, wanted.kernels
-        model = wanted.make()
+        config, kernels = random_model.config, random_model.kernels
+        model = random_model.make()
         model.pack(kernels)
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-        row_bytes = sum(config.kv_numbers) * wanted.itemsize
+        row_bytes = sum(config.kv_numbers) * random_model.itemsize
         pages = _pages_for(job, buckets, row_bytes, held)
-        sizes = StateSizes(buckets.seats, pages, job.page_size, context, wanted.dtype)
+        sizes = StateSizes(buckets.seats, pages, job.page_size, context, random_model.dtype)
         programs = StepPrograms(model, buckets, kernels, sizes, greedy_only_mixed=True)
         runner = Runner(programs, end_ids=())
         runner.state = programs.shapes.allocate(programs.config)
@@ -109,8 +111,8 @@ class StepBench:
         return cls(
             runner=runner,
             cost=ModelCost(config),
-            weight_bytes=held - _unread_bytes(wanted),
-            embed_bytes=config.hidden_size * wanted.itemsize,
+            weight_bytes=held - _unread_bytes(random_model),
+            embed_bytes=config.hidden_size * random_model.itemsize,
             row_bytes=row_bytes,
             positions=(pages - 1) * job.page_size,
             page_size=job.page_size,
@@ -206,9 +208,9 @@ def _step_row(
     yield replace(row.timed(samples), floor_s=floor_s, bound=bound, figures=figures)
 
 
-def _no_room(bench: StepBench, wanted: int) -> str:
-    """Note for a pool that is too small. wanted: KV positions."""
-    needed = wanted * bench.row_bytes / _GIB
+def _no_room(bench: StepBench, positions: int) -> str:
+    """Note for a pool that is too small. positions: KV positions that the case needs."""
+    needed = positions * bench.row_bytes / _GIB
     room = bench.positions * bench.row_bytes / _GIB
     return f"does not fit: {needed:.1f} GiB of keys and values, room for {room:.1f}"
 
