@@ -274,7 +274,7 @@ def _pallas_set(chip: str) -> KernelSet:
         narrow_gates=True,
         experts=experts,
         delta_net=partial(plain_delta_net.delta_net, recur=delta_net.recur),
-        mamba=partial(mamba, recur=plain_delta_net.recur_on_tpu),
+        mamba=partial(mamba, recur=delta_net.recur),
         table_columns=PoolLayout.LANES,
         scale_rows=PoolLayout.BYTE_ROWS,
         sums_in_halves=kernels.sums_in_halves,
