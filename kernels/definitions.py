@@ -140,6 +140,19 @@ def mamba(
     return out
 
 
+def short_conv(x: np.ndarray, taps: np.ndarray) -> np.ndarray:
+    """A short convolution over one whole sequence, token by token, as in
+    `jitney.kernels.delta_net.short_conv`: x [L, 3 C], taps [W, C] -> [L, C].
+    """
+    before, behind, values = np.split(x.astype(np.float32), 3, axis=1)
+    inputs, coefficients = before * values, np.asarray(taps).astype(np.float32)
+    out = np.zeros_like(values)
+    for t in range(len(x)):
+        for lag in range(min(len(coefficients), t + 1)):
+            out[t] += behind[t] * inputs[t - lag] * coefficients[-1 - lag]
+    return out
+
+
 def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 

@@ -289,9 +289,7 @@ def delta_net(
 def short_conv(
     x: jax.Array, weights: jax.Array, state: DeltaState, meta: AttentionMeta
 ) -> tuple[jax.Array, DeltaState]:
-    """x [T, 3 C] (gates of the convolution's input, gates of its output, values), weights [W, C] ->
-    (o [T, C] in x's dtype, new state). The state has no memory.
-    """
+    """See `jitney.kernels.interface.ShortConv`."""
     sequences = DeltaSequences.of(meta, state.lengths)
     before, behind, values = jnp.split(x.astype(jnp.float32), 3, axis=1)
     convolved, taps = convolve(before * values, weights, state.taps, sequences)

@@ -340,6 +340,20 @@ class Mamba(Protocol):
         ...
 
 
+class ShortConv(Protocol):
+    """A short convolution with its gates, without the layer's opening and closing products, like
+    `DeltaNet`.
+    """
+
+    def __call__(
+        self, x: jax.Array, weights: jax.Array, state: DeltaState, meta: AttentionMeta
+    ) -> tuple[jax.Array, DeltaState]:
+        """x [T, 3 C] (gates of the convolution's input, gates of its output, values), weights
+        [W, C] -> (o [T, C] in x's dtype, new state). The state has no memory.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """The kernels that a model's step uses; hashable, since they are a static argument of the
     jitted step.
@@ -398,6 +412,8 @@ class Kernels(Protocol):
     def delta_net(self) -> DeltaNet: ...
     @property
     def mamba(self) -> Mamba: ...
+    @property
+    def short_conv(self) -> ShortConv: ...
     @property
     def part_seconds(self) -> Callable[[], Mapping[str, float]] | None: ...
 
@@ -462,6 +478,7 @@ class KernelSet:
     #: Kernels of recurrent layers.
     delta_net: DeltaNet
     mamba: Mamba
+    short_conv: ShortConv
     #: None: [N, page, 2K, D].
     pool_shape: _PoolShape | None = None
     #: The columns of an embedding table are padded to a multiple of this. A TPU stores a table

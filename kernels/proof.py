@@ -53,7 +53,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "routing": ("route",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
-    "recurrent layers": ("delta_net", "mamba"),
+    "recurrent layers": ("delta_net", "mamba", "short_conv"),
 }
 
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots
+from jitney.kernels.delta_net import DeltaState, DeltaWeights, StateSlots, short_conv
 from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.mamba import MambaWeights
-from jitney.kernels.proof_shapes import DeltaShape, ServedShapes, distance
+from jitney.kernels.proof_shapes import DeltaShape, ServedShapes, ShortConvShape, distance
 
 #: Sequences of a step, and rows of the longest one in a step with prompts: more rows would use the
 #: same code paths.
@@ -27,10 +27,11 @@ _LIMITS = (0.1, 2.0)
 def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     """Errors of steps in which sequences begin and continue, in the smallest and the largest mixed
     bucket, then of a decode step in the largest bucket; the slots hold other numbers before. Yields
-    nothing without recurrent layers.
+    nothing without recurrent layers, or if the set has no kernel for short convolutions.
     """
     own = shapes.delta_net
-    if own is None:
+    is_plain = isinstance(own, ShortConvShape) and kernels.short_conv is short_conv
+    if own is None or is_plain:
         return
     rng = np.random.default_rng(8)
     rows, seqs = shapes.steps.prompts[0]
@@ -67,9 +68,16 @@ def delta_net_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
 
 
 def _layer_of(
-    kernels: KernelSet, own: DeltaShape, rng: np.random.Generator, dtype: str
+    kernels: KernelSet, own: DeltaShape | ShortConvShape, rng: np.random.Generator, dtype: str
 ) -> tuple[Any, Callable[..., Any], Callable[..., np.ndarray]]:
     """(weights, the layer's function in the set, its definition)."""
+    if isinstance(own, ShortConvShape):
+        taps = _random_taps(rng, own, dtype)
+
+        def convolve(x: jax.Array, rates: jax.Array, *others: Any) -> Any:
+            return kernels.short_conv(x, *others)
+
+        return taps, convolve, lambda x, rates: definitions.short_conv(x, np.asarray(taps))
     weights = _random_weights(rng, own, dtype)
     if own.corrects:
 
@@ -99,17 +107,25 @@ def _layer_of(
 def _random_weights(rng: np.random.Generator, own: DeltaShape, dtype: str) -> DeltaWeights:
     """Random weights: some heads remember a few tokens, others some hundred."""
     return DeltaWeights(
-        jnp.asarray(0.7 * rng.standard_normal((own.taps, own.channels)), dtype),
+        _random_taps(rng, own, dtype),
         jnp.asarray(rng.standard_normal(own.heads) - 2, jnp.float32),
         jnp.asarray(rng.standard_normal(own.heads), jnp.float32),
         jnp.asarray(1 + 0.2 * rng.standard_normal(own.width), jnp.float32),
     )
 
 
+def _random_taps(
+    rng: np.random.Generator, own: DeltaShape | ShortConvShape, dtype: str
+) -> jax.Array:
+    return jnp.asarray(0.7 * rng.standard_normal((own.taps, own.channels)), dtype)
+
+
 def _random_text(
-    rng: np.random.Generator, own: DeltaShape, length: int, dtype: str
+    rng: np.random.Generator, own: DeltaShape | ShortConvShape, length: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Random inputs of one sequence: x [L, C + H V] (Mamba-2: [L, C + H]), rates [L, 2 H]."""
+    """Random inputs of one sequence: x [L, C + H V] (Mamba-2: [L, C + H], short convolutions:
+    [L, 3 C]), rates [L, 2 H].
+    """
     x = rng.standard_normal((length, own.columns), np.float32).astype(jnp.dtype(dtype))
     return x, rng.standard_normal((length, 2 * own.heads), np.float32)
 

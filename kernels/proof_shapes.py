@@ -70,6 +70,24 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
+class ShortConvShape:
+    """A layer of short convolutions on one device, axes as in `jitney.kernels.delta_net`."""
+
+    channels: int  # C
+    taps: int  # W
+    heads: int = 0  # there are no decay rates
+
+    @property
+    def columns(self) -> int:
+        """Size of an input row: gates of inputs, gates of outputs, and values."""
+        return 3 * self.channels
+
+    def state_shapes(self, slots: int) -> tuple[tuple[int, ...] | None, ...]:
+        """See `DeltaShape.state_shapes`."""
+        return (slots, self.taps, self.channels), None, (slots,)
+
+
+@dataclass(frozen=True)
 class AttentionShapes:
     """Shapes of the layers' attention and of its KV pool."""
 
@@ -141,7 +159,7 @@ class ServedShapes:
     table: int  # rows of the embedding table if it is also the output head, else 0
     mixtures: tuple[MixtureShape, ...] = ()  # distinct mixtures of the layers
     routing: Mixture | None = None  # how the mixtures choose experts
-    delta_net: DeltaShape | None = None  # of recurrent layers
+    delta_net: DeltaShape | ShortConvShape | None = None  # of recurrent layers
     other_attention: tuple[AttentionShapes, ...] = ()  # of layers with other heads
 
     @property

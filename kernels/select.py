@@ -59,6 +59,7 @@ def reference() -> KernelSet:
         route=routing.route,
         delta_net=delta_net.delta_net,
         mamba=partial(mamba, recur=delta_net.recur),
+        short_conv=delta_net.short_conv,
     )
 
 
@@ -187,6 +188,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         experts=kernels.experts,
         delta_net=kernels.delta_net,
         mamba=kernels.mamba,
+        short_conv=kernels.short_conv,
     )
 
 

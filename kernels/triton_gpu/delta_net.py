@@ -1,6 +1,7 @@
 """Triton kernels of recurrent layers. `pass_rows` updates and reads the memory of each sequence, in
 chunks or row by row. For the row of a sequence that decodes, two kernels compute a gated delta net
-from the convolution to the gates, and two others Mamba-2 up to the output of each head.
+from the convolution to the gates, two others Mamba-2 up to the output of each head, and one a
+layer of short convolutions.
 
 Axes as in `jitney.kernels.delta_net`; D and V are padded to powers of two.
 """
@@ -678,4 +679,49 @@ def keep_row(
     before, behind = taps + slot * W * C, taps + to * W * C
     _keep_inputs(newest, before, behind, channels, inside, start, is_again, C, W, TAPS)
     if tl.program_id(1) == 0:
+        tl.store(lengths + to, start + 1)
+
+
+@triton.jit
+def pass_conv_row(
+    x,
+    weights,
+    stops,
+    reads,
+    writes,
+    starts,
+    taps,
+    lengths,
+    o,
+    X: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    M: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Convolve one row of each sequence, x [T, 3 C] as in `jitney.kernels.delta_net.short_conv`;
+    write o [T, C], and add the row to taps [M, W, C] and lengths [M], in place. Program (sequence)
+    computes all channels: another program could read a length that this one has changed.
+    """
+    sequence = tl.program_id(0)
+    slot = tl.load(reads + sequence).to(tl.int64)
+    to = tl.load(writes + sequence).to(tl.int64)
+    start = tl.load(starts + sequence)
+    if tl.load(stops + sequence) == 0:
+        return
+    known = tl.load(lengths + slot)
+    is_again = (start > 0) & (start < known)
+    channels = tl.arange(0, CHANNELS)
+    inside = channels < C
+    x += sequence * X
+    before, behind = taps + slot * W * C, taps + to * W * C
+    newest = tl.load(x + channels, mask=inside, other=0.0).to(tl.float32)
+    newest *= tl.load(x + 2 * C + channels, mask=inside, other=0.0).to(tl.float32)
+    total = _sum_of_taps(newest, before, weights, channels, inside, start, is_again, C, W)
+    total *= tl.load(x + C + channels, mask=inside, other=0.0).to(tl.float32)
+    tl.store(o + sequence * C + channels, total.to(o.dtype.element_ty), mask=inside)
+    if to < M:
+        again = is_again.to(tl.int32)
+        _keep_inputs(newest, before, behind, channels, inside, start, again, C, W, TAPS)
         tl.store(lengths + to, start + 1)

@@ -309,6 +309,34 @@ class TritonKernels:
         )
         return read, DeltaState(*map(jax.freeze, (taps, memory, lengths)))
 
+    def short_conv(
+        self, x: jax.Array, weights: jax.Array, state: DeltaState, meta: AttentionMeta
+    ) -> tuple[jax.Array, DeltaState]:
+        """See `jitney.kernels.interface.ShortConv`; one kernel in decode-only buckets, XLA's in
+        others.
+        """
+        sequences = DeltaSequences.of(meta, state.lengths)
+        if not _rows_are_sequences(len(x), sequences, meta):
+            return plain_delta_net.short_conv(x, weights, state, meta)
+        n_taps, channels = weights.shape
+        taps, lengths = jax.new_ref(state.taps), jax.new_ref(state.lengths)
+        o = self.launch(
+            delta_net.pass_conv_row,
+            _in_one_piece(x),
+            weights,
+            *_places(sequences),
+            taps,
+            lengths,
+            out=jax.ShapeDtypeStruct((len(x), channels), x.dtype),
+            grid=(len(x),),
+            warps=8,
+            stages=1,
+            TAPS=_power_of_two(n_taps),
+            CHANNELS=_power_of_two(channels),
+            **_row_sizes(x, state),
+        )
+        return o, state._replace(taps=jax.freeze(taps), lengths=jax.freeze(lengths))
+
     def recur(
         self, rows: DeltaRows, memory: jax.Array, sequences: DeltaSequences, count: jax.Array
     ) -> tuple[jax.Array, jax.Array]:

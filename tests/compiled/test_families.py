@@ -21,7 +21,7 @@ KERNELS = {
     "glm-4.7-flash": 57,
     "gemma-4-26b-a4b": 157,
     "nemotron-3-nano-30b-a3b": 89,
-    "lfm2-8b-a1b": 77,
+    "lfm2-8b-a1b": 67,
 }
 SPECS = [spec for spec in families() if spec.plugin]
 if not SPECS:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from delta_nets import Sizes, Step, Text, of_mamba
+from delta_nets import CONVOLUTION, Sizes, Step, Text, of_mamba, of_short_conv
 
 from jitney.kernels import delta_net as plain
 from jitney.kernels.cpu import delta_net as native
@@ -82,6 +82,11 @@ def test_rows_behind_a_checkpoint_are_the_recurrence(name: str, sizes: tuple[int
 def test_steps_of_one_row_each_are_the_recurrence(name: str):
     found = delta_nets.row_by_row(KERNELS[name], sizes_of(name))
     assert found["error"] < 1e-3 and found["untouched"]
+
+
+def test_steps_of_one_row_each_are_the_convolution():
+    found = delta_nets.row_by_row(of_short_conv(plain.short_conv), CONVOLUTION)
+    assert found["error"] < 1e-5 and found["untouched"]
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if "one by one" not in name])

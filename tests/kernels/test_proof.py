@@ -36,6 +36,7 @@ from jitney.kernels.proof_shapes import (
     MixtureShape,
     NormShapes,
     ServedShapes,
+    ShortConvShape,
     StepShapes,
 )
 from jitney.kernels.select import _triton_for, select
@@ -687,6 +688,20 @@ def test_recurrent_layers_that_are_wrong_are_found(wrong: str):
     proofs = {one.kernel: one for one in proof.prove(kernels, served)}
     assert proofs["recurrent layers"].ok == (not wrong)
     assert proof.without(kernels, ["recurrent layers"]).delta_net is delta_net.delta_net
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_short_convolution_that_is_wrong_is_found(wrong: bool):
+    served = serving(delta_net=ShortConvShape(32, 3))
+
+    def own(x, weights, state, meta):
+        o, after = delta_net.short_conv(x, weights, state, meta)
+        return o, after._replace(taps=state.taps) if wrong else after
+
+    kernels = replace(reference_set(), name="own", short_conv=own)
+    proofs = {one.kernel: one for one in proof.prove(kernels, served)}
+    assert proofs["recurrent layers"].ok == (not wrong)
+    assert proof.without(kernels, ["recurrent layers"]).short_conv is delta_net.short_conv
 
 
 def test_narrowed_sizes_keep_their_divisors():

@@ -1,4 +1,6 @@
-"""Gated delta nets and Mamba-2 layers by their definition in numpy, and random steps."""
+"""Gated delta nets, Mamba-2 layers and short convolutions by their definition in numpy, and random
+steps.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ LIMITS = (0.1, 2.0)
 
 
 class Sizes(NamedTuple):
-    """G, H, D, V, W and M of `jitney.kernels.delta_net`; True for a delta net, False for
-    Mamba-2.
+    """G, H, D, V, W and M of `jitney.kernels.delta_net`; True for a delta net, False for Mamba-2.
+    `CONVOLUTION` has no key heads.
     """
 
     key_heads: int = 2
@@ -38,6 +40,28 @@ class Sizes(NamedTuple):
     @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.dim + self.heads * self.width
+
+
+#: Of a short convolution with 40 channels; its memory is not used.
+CONVOLUTION = Sizes(0, 1, 1, 40, 3)
+
+
+def of_short_conv(layer_of: Any) -> Any:
+    """A kernel set's short convolution with the call signature of a delta net."""
+
+    def layer(x: Any, rates: Any, weights: Any, state: Any, meta: Any, *, eps: float) -> Any:
+        o, after = layer_of(_gated(x), weights.taps, state._replace(memory=None), meta)
+        return o, after._replace(memory=state.memory)
+
+    return layer
+
+
+def _gated(x: Any) -> Any:
+    """Rows of a short convolution [T, 3 C] with the inputs x[:, :C], which are products of a gate
+    and a value, and with the output's gates x[:, C:].
+    """
+    inputs, behind = jnp.split(jnp.asarray(x), 2, axis=1)
+    return jnp.concatenate([jnp.full_like(inputs, 2), behind, inputs / 2], axis=1)
 
 
 def of_mamba(layer_of: Any) -> Any:
@@ -163,6 +187,8 @@ def dirty_state(sizes: Sizes) -> DeltaState:
 
 def definition(sizes: Sizes, weights: Any, text: Text) -> np.ndarray:
     """The output of one sequence by definition, [L, H V]."""
+    if not sizes.key_heads:
+        return definitions.short_conv(np.asarray(_gated(text.x)), weights.taps)
     if not sizes.corrects:
         read = definitions.mamba(text.x, weights, sizes.key_heads, sizes.dim, LIMITS)
         return read.reshape(len(read), -1)

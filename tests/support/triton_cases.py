@@ -20,12 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from delta_nets import (
+    CONVOLUTION,
     Sizes,
     after_drafts,
     from_checkpoints,
     in_pieces,
     of_every_length,
     of_mamba,
+    of_short_conv,
     row_by_row,
 )
 from flashinfer_reader import attend_by
@@ -582,6 +584,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         f"delta net: row by row, {sizes}": lambda sizes=sizes: row_by_row(KERNELS.delta_net, sizes)
         for sizes in (Sizes(), Sizes(1, 4, 64, 40, 3), Sizes(1, 2, 128, 64))
     },
+    "delta net: row by row, of convolutions": lambda: row_by_row(
+        of_short_conv(KERNELS.short_conv), CONVOLUTION
+    ),
     "delta net: of every length": lambda: of_every_length(KERNELS.delta_net, Sizes(1, 2)),
     "delta net: of every length, of Mamba": lambda: of_every_length(
         of_mamba(KERNELS.mamba), Sizes(1, 2, corrects=False)

@@ -27,6 +27,7 @@ from jitney.kernels.proof_shapes import (
     MixtureShape,
     NormShapes,
     ServedShapes,
+    ShortConvShape,
     StepShapes,
 )
 
@@ -147,8 +148,10 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[Attention
         )
 
 
-def _delta_shape(own: ModelConfig) -> DeltaShape | None:
-    net, mamba = own.delta_net, own.mamba
+def _delta_shape(own: ModelConfig) -> DeltaShape | ShortConvShape | None:
+    net, mamba, conv = own.delta_net, own.mamba, own.short_conv
+    if conv is not None:
+        return ShortConvShape(conv.channels, conv.taps)
     if mamba is not None:
         sizes = mamba.groups, mamba.heads, mamba.state_size, mamba.head_dim, mamba.taps
         return DeltaShape(*sizes, corrects=False)

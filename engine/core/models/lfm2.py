@@ -21,7 +21,7 @@ from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF
-from jitney.kernels.delta_net import DeltaState, short_conv
+from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta, Kernels
 
 _HF = replace(
@@ -64,7 +64,7 @@ class _ShortConv(Mixer):
         kernels = kernels.of_rows(meta.counts[2])
         rows = self.qkv(x, kernels, adapted=meta.adapted)
         taps = self.taps[...]
-        o, kv = short_conv(rows, taps.reshape(taps.shape[0], -1), kv, meta)
+        o, kv = kernels.short_conv(rows, taps.reshape(taps.shape[0], -1), kv, meta)
         return self.o(o, kernels, adapted=meta.adapted), kv
 
 

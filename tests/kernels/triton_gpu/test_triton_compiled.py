@@ -212,6 +212,20 @@ def test_a_layer_of_mamba_keeps_its_memory_in_registers(sm: int, rows: int, name
     assert all(one.spilled == 0 and one.shared <= SHARED[sm] for one in made)
 
 
+@pytest.mark.parametrize("sm", SHARED)
+def test_a_short_convolution_keeps_all_channels_in_registers(sm: int):
+    """LFM2-8B-A1B's."""
+
+    def use(launch):
+        state = DeltaState.empty(((8, 3, 2048), None, (8,)))
+        x = jnp.zeros((8, 3 * 2048), "bfloat16")
+        taps = jnp.zeros((3, 2048), "bfloat16")
+        TritonKernels(launch).short_conv(x, taps, state, meta_of_eight(8))
+
+    (made,) = [compile_call(call, sm) for call in record(sm, use)]
+    assert made.name == "pass_conv_row" and made.spilled == 0
+
+
 def meta_of_eight(rows: int) -> AttentionMeta:
     """Indices of a step of eight sequences, with checkpoints among more rows."""
     none = jnp.zeros(0, jnp.int32)
