@@ -83,6 +83,11 @@ def table(content: Mapping[str, Any]) -> Iterator[str]:
         f"Logits compared on {', '.join(f'{date} (jax {release})' for date, release in runs)}, "
         f"greedy answers on {greedy['date']} ({greedy['cpu']})."
     )
+    for name, row in greedy.get("published", {}).items():
+        yield (
+            f"Published weights: {name}, {row['equal']:,} of {row['compared']:,} tokens equal, "
+            f"{row['logprobs']:.0e} (CPU: {row['kernels']}, {row['date']})."
+        )
 
 
 def _wrappers_of(architecture: str) -> Iterator[str]:
