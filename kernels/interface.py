@@ -22,7 +22,7 @@ from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.mxfp4 import Mxfp4
 from jitney.kernels.routing import Route
-from jitney.kernels.w8a8 import Fp8, Int8
+from jitney.kernels.w8a8 import Fp8, Int8, RoundedRows
 
 
 class AttentionMeta(NamedTuple):
@@ -257,13 +257,45 @@ class Int8Products:
     gated: _GatedProduct[Int8]
 
 
+class _Fp8Product(Protocol):
+    """A product with fp8 weights, like `_Product`, of rows that may be rounded already."""
+
+    def __call__(
+        self, x: jax.Array | RoundedRows, w: Fp8, /, dtype: DTypeLike = ...
+    ) -> jax.Array: ...
+
+
+class _RoundedNormSum(Protocol):
+    """`_NormSum` with its norm rounded to fp8."""
+
+    def __call__(
+        self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+    ) -> tuple[jax.Array, RoundedRows]: ...
+
+
+class _RoundedGatedProduct(Protocol):
+    """`_GatedProduct` with its result rounded to fp8."""
+
+    def __call__(self, x: jax.Array | RoundedRows, w: Fp8, /) -> RoundedRows: ...
+
+
+@dataclass(frozen=True)
+class RoundingKernels:
+    """Kernels that round their results to fp8, for results that only fp8 products read."""
+
+    norm_sum: _RoundedNormSum
+    gated: _RoundedGatedProduct
+
+
 @dataclass(frozen=True)
 class Fp8Products:
     """Products of fp8 weights with rows rounded to fp8."""
 
     #: float8_e4m3fn [I, O] -> [1, O, I]; unchanged in sets that need no other layout.
     pack: Pack
-    matmul: _Product[Fp8]
+    matmul: _Fp8Product
+    #: None: only `matmul` rounds rows.
+    rounding: RoundingKernels | None = None
 
 
 @dataclass(frozen=True)
@@ -402,6 +434,8 @@ class Kernels(Protocol):
     def int8(self) -> Int8Products | None: ...
     @property
     def fp8(self) -> Fp8Products | None: ...
+    @property
+    def rounding(self) -> RoundingKernels | None: ...
     @property
     def mxfp4(self) -> Mxfp4Products | None: ...
     @property
@@ -551,6 +585,11 @@ class KernelSet:
             int8=int8,
             mxfp4=mxfp4,
         )
+
+    @property
+    def rounding(self) -> RoundingKernels | None:
+        """The kernels that round rows for fp8 products; None: there are none."""
+        return None if self.fp8 is None else self.fp8.rounding
 
     @property
     def multiplies_int4(self) -> bool:

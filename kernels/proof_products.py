@@ -18,9 +18,21 @@ from jitney.kernels import definitions
 from jitney.kernels.expert_cases import ExpertCase, random_mxfp4
 from jitney.kernels.experts import UNGATED
 from jitney.kernels.int4 import Int4, matmul_int4
-from jitney.kernels.interface import ExpertProducts, KernelSet, OneOf
+from jitney.kernels.interface import (
+    ExpertProducts,
+    Fp8Products,
+    KernelSet,
+    OneOf,
+    RoundingKernels,
+)
 from jitney.kernels.mxfp4 import Mxfp4
-from jitney.kernels.proof_shapes import Matrix, MixtureShape, ServedShapes, distance
+from jitney.kernels.proof_shapes import (
+    Matrix,
+    MixtureShape,
+    ServedShapes,
+    distance,
+    rounded_distance,
+)
 from jitney.kernels.w8a8 import Fp8, Int8
 
 #: Most columns of a matrix and rows of a table, plus a remainder (`_narrowed`): sixty vectors of
@@ -170,7 +182,7 @@ def _in_fp8(kernels: KernelSet, matrix: Matrix) -> _Product:
     products = kernels.fp8
     assert products is not None
     return _Product(
-        replace(matrix, gated=False),  # no set has a gated product for it
+        replace(matrix, gated=False),  # see `_rounded_errors`
         products.pack,
         lambda x, w, scale: products.matmul(x, Fp8(w, scale), x.dtype),
         definitions.matmul_fp8,
@@ -218,6 +230,47 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
         expected = one.define(x, _number(w, 0), scale)
         yield from _distances(whole, expected)
         yield from _distances([got[: counts[len(got)]] for got in padded], expected)
+
+
+def _fp8_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
+    """Errors of fp8 products, and of kernels that round their results for one."""
+    yield from _product_errors(kernels, shapes, name="fp8 product")
+    matrices = [one for one in shapes.matrices if one.scheme == "fp8"]
+    if kernels.fp8 is not None and kernels.rounding is not None and matrices:
+        yield from _rounded_errors(kernels.fp8, kernels.rounding, matrices, shapes)
+
+
+def _rounded_errors(
+    products: Fp8Products, rounding: RoundingKernels, matrices: list[Matrix], shapes: ServedShapes
+) -> Iterator[float]:
+    """Errors of rounded norms and gates at every row count, beyond those of the last rounding."""
+    rng, eps = np.random.default_rng(6), shapes.norms.eps
+    weight = _random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
+    x = _random_rows(rng, shapes, shapes.hidden_size)
+    added = np.ascontiguousarray(x[:, ::-1])
+    counts = shapes.steps.product_rows
+    operands = [_random_operands(shapes, one, 1) for one in matrices if one.gated]
+    gated = [(_of_each_count(rows, counts), *rest) for rows, *rest in operands]
+
+    def call_all(sums: Any, weight: Any, gated: Any) -> tuple[list[Any], list[list[jax.Array]]]:
+        normed = [rounding.norm_sum(one, other, weight, eps) for one, other in sums]
+        results = []
+        for inputs, w, scale in gated:
+            packed = Fp8(products.pack(_number(w, 0)), scale)
+            results.append([rounding.gated(rows, packed).widened() for rows in inputs])
+        return [(total, rows.widened()) for total, rows in normed], results
+
+    pairs = list(zip(_of_each_count(x, counts), _of_each_count(added, counts), strict=True))
+    sums, results = jax.jit(call_all)(pairs, weight, gated)
+    total = (x.astype(np.float32) + added.astype(np.float32)).astype(x.dtype)
+    normed = definitions.rms_norm(total, weight, eps)
+    for got_total, got in sums:
+        yield distance(got_total, _repeated(total, len(got)))
+        yield rounded_distance(got, _repeated(normed, len(got)))
+    for (rows, w, scale), by_count in zip(operands, results, strict=True):
+        opened = definitions.gated(definitions.matmul_fp8(rows, _number(w, 0), scale))
+        for got in by_count:
+            yield rounded_distance(got, _repeated(opened, len(got)))
 
 
 def _present_rows(kernels: KernelSet, sizes: Sequence[int]) -> _Counts:
@@ -503,7 +556,7 @@ CHECKS: dict[str, Callable[[KernelSet, ServedShapes], Iterator[float]]] = {
     "head": _head_errors,
     "int4 product": _int4_errors,
     "int8 product": partial(_product_errors, name="int8 product"),
-    "fp8 product": partial(_product_errors, name="fp8 product"),
+    "fp8 product": _fp8_errors,
     "mxfp4 product": _mxfp4_errors,
     "experts": _expert_errors,
     "sampling cut": _cut_errors,

@@ -134,14 +134,17 @@ def matmul_int8(x: jax.Array, w: Int8, dtype: DTypeLike = jnp.float32) -> jax.Ar
     return (matmul(codes, w.kernel) * steps * w.scale).astype(dtype)
 
 
-def matmul_fp8(x: jax.Array, w: w8a8.Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
+def matmul_fp8(
+    x: jax.Array | w8a8.RoundedRows, w: w8a8.Fp8, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
     """x [T, I], its rows rounded to fp8, times w [I, O] -> [T, O] in `dtype`.
 
     fp8 numbers are exact in any floating dtype, and so are their products in float32: only the sums
     are rounded.
     """
-    codes, units = w8a8.round_to_fp8(x)
-    return (matmul(codes.astype(x.dtype), w.kernel) * units * w.scale).astype(dtype)
+    codes, units = w8a8.codes_of(x)
+    sums = matmul(codes[: len(units)].astype(x.dtype), w.kernel)
+    return (sums * units * w.scale).astype(dtype)
 
 
 def gated_int8(x: jax.Array, w: Int8) -> jax.Array:

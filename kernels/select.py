@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from jitney.kernels.interface import Fp8Products, Int8Products, KernelError, KernelSet
+from jitney.kernels.interface import (
+    Fp8Products,
+    Int8Products,
+    KernelError,
+    KernelSet,
+    RoundingKernels,
+)
 from jitney.kernels.mamba import mamba
 
 if TYPE_CHECKING:
@@ -170,7 +176,8 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
 
     products = None
     if sm >= _FP8_SINCE:
-        products = Fp8Products(w8a8.pack_fp8, kernels.matmul_fp8)
+        rounding = RoundingKernels(kernels.rounded_norm_sum, kernels.rounded_gated_fp8)
+        products = Fp8Products(w8a8.pack_fp8, kernels.matmul_fp8, rounding)
     return replace(
         reference(),
         name="triton",

@@ -13,10 +13,12 @@ cuBLASLt's fp8 product or a Triton one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 #: Lower bound of a row's largest magnitude.
@@ -43,6 +45,26 @@ class Fp8(NamedTuple):
     kernel: jax.Array
     #: float32 [O].
     scale: jax.Array
+
+
+@dataclass(frozen=True)
+class RoundedRows:
+    """Rows [T, I] that a kernel has rounded as `round_to_fp8` does, so that a product need not."""
+
+    #: float8_e4m3fn [T, I]; more rows of undefined numbers may follow.
+    codes: jax.Array
+    #: Scales, float32 [T, 1].
+    units: jax.Array
+    #: Of the rows before they were rounded.
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.units), self.codes.shape[1]
+
+    def widened(self) -> jax.Array:
+        """The rows as float32 [T, I]."""
+        return self.codes[: len(self.units)].astype(jnp.float32) * self.units
 
 
 def round_to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -79,27 +101,42 @@ def pack_fp8(w: jax.Array, parts: int = 1) -> jax.Array:
 
 
 def matmul_fp8(
-    x: jax.Array,
+    x: jax.Array | RoundedRows,
     w: Fp8,
     dtype: DTypeLike = jnp.float32,
     *,
     rounded: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = round_to_fp8,
 ) -> jax.Array:
     """x [T, I], its rows rounded to fp8, times w, packed by `pack_fp8` -> [T, O] in `dtype`.
-    rounded: a function like `round_to_fp8`.
-
-    The sums are written to memory, in bfloat16 if that is `dtype`. float16 would overflow, since
-    they reach I * 448 * 448. Without HIGHEST, an H100 adds fp8 products with 14 bits.
+    rounded: a function like `round_to_fp8`; its codes may have more rows, which are left out.
     """
-    codes, units = rounded(x)
-    sums = jax.lax.dot_general(
+    codes, units = codes_of(x, rounded)
+    sums = sums_of_codes(codes, w, dtype)[: len(units)].astype(jnp.float32)
+    return (sums * units * w.scale).astype(dtype)
+
+
+def codes_of(
+    x: jax.Array | RoundedRows,
+    rounded: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = round_to_fp8,
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and units of rows, which `rounded` makes of them if they are not rounded yet."""
+    return (x.codes, x.units) if isinstance(x, RoundedRows) else rounded(x)
+
+
+def sums_of_codes(codes: jax.Array, w: Fp8, dtype: DTypeLike) -> jax.Array:
+    """codes float8_e4m3fn [T, I] times w, packed by `pack_fp8`, without scales -> [T, O] in
+    bfloat16 if that is `dtype`, else in float32.
+
+    The sums are written to memory. float16 would overflow, since they reach I * 448 * 448. Without
+    HIGHEST, an H100 adds fp8 products with 14 bits.
+    """
+    return jax.lax.dot_general(
         codes,
         w.kernel[0],
         (((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32,
     )
-    return (sums.astype(jnp.float32) * units * w.scale).astype(dtype)
 
 
 def _greatest_of_rows(x: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ from jitney.kernels.triton_gpu.tiles import (
     attention_tiles,
     latent_tiles,
 )
-from jitney.kernels.w8a8 import Fp8
+from jitney.kernels.w8a8 import Fp8, RoundedRows
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 #: Most elements that 32-bit offsets can address, and most programs along a launch's second axis.
@@ -74,6 +74,9 @@ _KEPT_CHANNELS = 512
 _LEAST_INPUTS = 16
 #: Inputs that a program of the fp8 product multiplies at a time.
 _FP8_INPUTS = 64
+#: Least rows of codes, except of a single row: cuBLASLt multiplies no fewer. XLA would pad the rows
+#: by a kernel before each product, and pass on a slice of its result (see `_in_one_piece`).
+_FP8_ROWS = 16
 #: Numbers of a row that a warp rounds to fp8: 16 per thread.
 _ROUNDED_BY_WARP = 512
 
@@ -692,23 +695,63 @@ class TritonKernels:
             BLOCK_K=_FP8_INPUTS,
         )
 
-    def matmul_fp8(self, x: jax.Array, w: Fp8, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    def matmul_fp8(
+        self, x: jax.Array | RoundedRows, w: Fp8, dtype: DTypeLike = jnp.float32
+    ) -> jax.Array:
         """See `jitney.kernels.w8a8.matmul_fp8`: XLA's product of rows that one Triton kernel
         rounds; XLA would need two or three kernels.
         """
         return w8a8.matmul_fp8(x, w, dtype, rounded=self.round_to_fp8)
 
     def round_to_fp8(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `jitney.kernels.w8a8.round_to_fp8`."""
-        n_rows, size = x.shape
-        block = _power_of_two(size)
-        return self.launch(
-            narrow_products.round_rows,
+        """See `jitney.kernels.w8a8.round_to_fp8`; codes may have more rows, see `_FP8_ROWS`."""
+        return self._rounded(narrow_products.round_rows, x, shape=x.shape)
+
+    def rounded_norm_sum(
+        self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+    ) -> tuple[jax.Array, RoundedRows]:
+        """See `jitney.kernels.interface.RoundingKernels`: sum, norm and rounding in one kernel."""
+        total, codes, units = self._rounded(
+            narrow_products.norm_rows,
             x,
-            out=(
-                jax.ShapeDtypeStruct(x.shape, w8a8.FP8),
-                jax.ShapeDtypeStruct((n_rows, 1), jnp.float32),
-            ),
+            added,
+            weight,
+            shape=x.shape,
+            others=(jax.ShapeDtypeStruct(x.shape, x.dtype),),
+            EPS=float(eps),
+        )
+        return total, RoundedRows(codes, units, added.dtype)
+
+    def rounded_gated_fp8(self, x: jax.Array | RoundedRows, w: Fp8) -> RoundedRows:
+        """See `jitney.kernels.interface.RoundingKernels`: one kernel applies the scales and the
+        gate to XLA's sums, and rounds the result.
+        """
+        if not isinstance(x, RoundedRows):
+            x = RoundedRows(*self.round_to_fp8(x), x.dtype)
+        sums = w8a8.sums_of_codes(x.codes, w, x.dtype)
+        shape = len(x.units), sums.shape[1] // 2
+        codes, units = self._rounded(narrow_products.gate_rows, sums, x.units, w.scale, shape=shape)
+        return RoundedRows(codes, units, x.dtype)
+
+    def _rounded(
+        self,
+        kernel: Any,
+        *args: jax.Array,
+        shape: tuple[int, ...],
+        others: tuple[jax.ShapeDtypeStruct, ...] = (),
+        **constants: Any,
+    ) -> Any:
+        """Launch a kernel with a program for each row of its result -> (`others`, codes and scales
+        of the result). shape: of the result, [T, I].
+        """
+        n_rows, size = shape
+        padded = n_rows if n_rows == 1 else max(n_rows, _FP8_ROWS)
+        block = _power_of_two(size)
+        units = jax.ShapeDtypeStruct((n_rows, 1), jnp.float32)
+        return self.launch(
+            kernel,
+            *args,
+            out=(*others, jax.ShapeDtypeStruct((padded, size), w8a8.FP8), units),
             grid=(n_rows,),
             warps=max(1, min(32, block // _ROUNDED_BY_WARP)),
             stages=1,
@@ -716,6 +759,7 @@ class TritonKernels:
             BLOCK=block,
             LEAST=w8a8.LEAST,
             GREATEST=w8a8.GREATEST_FP8,
+            **constants,
         )
 
     def gated(self, x: jax.Array, w: jax.Array) -> jax.Array:

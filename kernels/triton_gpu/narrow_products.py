@@ -1,5 +1,5 @@
 """Triton kernels of products with group-wise int4 weights, for any number of rows, and with fp8
-weights, for the few rows of a decode step; and a kernel that rounds rows to fp8.
+weights, for the few rows of a decode step; and kernels that round rows to fp8.
 
 Axes: M rows, I inputs, O outputs, R inputs per group. The weights are unpacked in registers. XLA
 would write them to memory as bfloat16 first: int4 because the scales are inside the sum, fp8 on
@@ -255,6 +255,22 @@ def matmul_fp8(
 
 
 @triton.jit
+def _store_rounded(
+    numbers, row, places, inside, codes, units, LEAST: tl.constexpr, GREATEST: tl.constexpr
+):
+    """Store the numbers (float32, 0 where not inside) of a row at `places` of codes [T, SIZE] and
+    their scale in units float32 [T, 1], rounded like `jitney.kernels.w8a8.round_to_fp8`.
+    """
+    size = tl.abs(numbers)
+    # The comparison is false for NaN too, which a maximum may leave out.
+    most = tl.max(tl.where(size < float("inf"), size, float("inf")), 0)
+    most = tl.where(most == float("inf"), float("nan"), tl.maximum(most, LEAST))
+    rounded = numbers * tl.div_rn(tl.zeros_like(most) + GREATEST, most)
+    tl.store(codes + places, rounded.to(codes.dtype.element_ty), mask=inside)
+    tl.store(units + row, most * (1.0 / GREATEST))
+
+
+@triton.jit
 def round_rows(
     x,
     codes,
@@ -264,18 +280,75 @@ def round_rows(
     LEAST: tl.constexpr,
     GREATEST: tl.constexpr,
 ):
-    """x [T, SIZE] -> codes [T, SIZE] and scales, units float32 [T, 1], like
-    `jitney.kernels.w8a8.round_to_fp8`; program (row).
-    """
+    """x [T, SIZE] -> codes and units, see `_store_rounded`; program (row)."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     places = row.to(tl.int64) * SIZE + columns
     numbers = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    size = tl.abs(numbers)
-    # The comparison is false for NaN too, which a maximum may leave out.
-    most = tl.max(tl.where(size < float("inf"), size, float("inf")), 0)
-    most = tl.where(most == float("inf"), float("nan"), tl.maximum(most, LEAST))
-    rounded = numbers * tl.div_rn(tl.zeros_like(most) + GREATEST, most)
-    tl.store(codes + places, rounded.to(codes.dtype.element_ty), mask=inside)
-    tl.store(units + row, most * (1.0 / GREATEST))
+    _store_rounded(numbers, row, places, inside, codes, units, LEAST, GREATEST)
+
+
+@triton.jit
+def norm_rows(
+    x,
+    added,
+    weight,
+    total,
+    codes,
+    units,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+    LEAST: tl.constexpr,
+    GREATEST: tl.constexpr,
+):
+    """x + added [T, SIZE] -> total in x's dtype; its RMS norm, with weight [SIZE] and in added's
+    dtype, -> codes and units, see `_store_rounded`; program (row).
+    """
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    places = row.to(tl.int64) * SIZE + columns
+    whole = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    whole += tl.load(added + places, mask=inside, other=0.0).to(tl.float32)
+    whole = whole.to(x.dtype.element_ty)
+    tl.store(total + places, whole, mask=inside)
+    whole = whole.to(tl.float32)
+    spread = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / SIZE + EPS)
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    # Rounded to the activations' dtype first, like a separate norm.
+    normed = (whole * spread * factors).to(added.dtype.element_ty).to(tl.float32)
+    _store_rounded(normed, row, places, inside, codes, units, LEAST, GREATEST)
+
+
+@triton.jit
+def gate_rows(
+    sums,
+    units_in,
+    scale,
+    codes,
+    units,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
+    GREATEST: tl.constexpr,
+):
+    """sums [T, 2 SIZE] of codes, gates and then ups, times units_in float32 [T, 1] and scale
+    float32 [2 SIZE] -> silu(gate) * up as codes and units, see `_store_rounded`; program (row).
+    """
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    dtype = sums.dtype.element_ty
+    unit = tl.load(units_in + row)
+    gates = sums + row.to(tl.int64) * (2 * SIZE) + columns
+    gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32) * unit
+    gate *= tl.load(scale + columns, mask=inside, other=0.0)
+    up = tl.load(gates + SIZE, mask=inside, other=0.0).to(tl.float32) * unit
+    up *= tl.load(scale + SIZE + columns, mask=inside, other=0.0)
+    # Rounded to the activations' dtype after each operation, like separate ones.
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    opened = (gate / (1.0 + tl.exp(-gate)) * up).to(dtype).to(tl.float32)
+    places = row.to(tl.int64) * SIZE + columns
+    _store_rounded(opened, row, places, inside, codes, units, LEAST, GREATEST)

@@ -103,6 +103,18 @@ def test_fp8_weights_are_multiplied_as_fp8(spec: Spec):
     assert facts(spec)["fp8_products"] == each * layers + 1
 
 
+@steps_that(lambda spec: spec.weights == "fp8" and spec.target in GPUS)
+def test_norms_and_gates_round_their_rows_to_fp8(spec: Spec):
+    kernels, layers = facts(spec)["kernels"], spec.layers or SHAPES[spec.model].n_layers
+    if spec.model == MIXTURE:  # its router reads the second norm
+        assert (kernels["norm_rows"], kernels.get("gate_rows", 0)) == (layers, 0)
+    else:
+        # The last layer's second norm is of the rows with logits alone.
+        assert (kernels["norm_rows"], kernels["gate_rows"]) == (2 * layers - 1, layers)
+        # Attention's output; that norm, and the head's.
+        assert kernels["round_rows"] == layers + 2
+
+
 @steps_that(lambda spec: spec.model == MIXTURE)
 def test_all_blocks_of_a_mixture_are_two_kernels_a_layer(spec: Spec):
     kernels = facts(spec)["kernels"]

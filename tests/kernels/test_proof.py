@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ragged import Case, attention, make
+from rounding_kernels import PRODUCTS, ROUNDING
 
 from jitney.kernels import definitions, delta_net, proof, reference, w8a8
 from jitney.kernels import experts as plain_experts
@@ -41,7 +42,7 @@ from jitney.kernels.proof_shapes import (
 )
 from jitney.kernels.select import _triton_for, select
 from jitney.kernels.select import reference as reference_set
-from jitney.kernels.w8a8 import Fp8, Int8
+from jitney.kernels.w8a8 import Fp8, Int8, RoundedRows
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -454,6 +455,24 @@ def test_rows_in_fp8_are_proved_and_widened_ones_are_found(dtype: str):
         wrong = changed(fp8=Fp8Products(pack, widened))
         assert list(errors(wrong, served)) == ["fp8 product"]
         assert proof.without(wrong, ["fp8 product"]).fp8 is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_and_gates_that_are_rounded_to_fp8_are_proved(dtype: str):
+    def norm_sum(x: jax.Array, added: jax.Array, weight: jax.Array, eps: float) -> Any:
+        total, rows = ROUNDING.norm_sum(x, added, weight, eps)
+        return total, replace(rows, codes=rows.codes.at[-1, 7].set(rows.codes[-1, 8]))
+
+    def gated(x: Any, w: Fp8) -> RoundedRows:
+        rows = ROUNDING.gated(x, w)
+        return replace(rows, units=rows.units.at[-1].multiply(1.25)) if len(x) == 16 else rows
+
+    matrices = Matrix(192, 288, "fp8"), Matrix(192, 512, "fp8", gated=True)
+    served = serving(SERVED, matrices=matrices, dtype=dtype)
+    assert not errors(changed(fp8=PRODUCTS), served)
+    for wrong in (replace(ROUNDING, norm_sum=norm_sum), replace(ROUNDING, gated=gated)):
+        kernels = changed(fp8=replace(PRODUCTS, rounding=wrong))
+        assert list(errors(kernels, served)) == ["fp8 product"]
 
 
 def test_a_row_in_fp8_has_its_own_units_alone_and_among_others():

@@ -35,7 +35,7 @@ from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
 
 from jitney.engine.core.weights.checkpoints.layer_configs import ExpertsConfig
-from jitney.kernels import definitions, reference
+from jitney.kernels import definitions, reference, w8a8
 from jitney.kernels.attention_cases import _MIXED
 from jitney.kernels.attention_cases import CASES as ATTENTION
 from jitney.kernels.expert_cases import CASES as EXPERTS
@@ -45,10 +45,11 @@ from jitney.kernels.experts import ExpertBlocks
 from jitney.kernels.flashinfer_gpu.prompts import _hopper_plan, _page_lists
 from jitney.kernels.interface import AttentionMeta
 from jitney.kernels.proof_routing import route_error
-from jitney.kernels.proof_shapes import distance
+from jitney.kernels.proof_shapes import distance, rounded_distance
 from jitney.kernels.select import select
 from jitney.kernels.triton_gpu import top_k_top_p
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
+from jitney.kernels.w8a8 import Fp8, RoundedRows
 
 KERNELS = TritonKernels(Interpreted())
 OLDER = TritonKernels(Interpreted(sm=89))  # a GPU on which XLA does not widen fp8 inside a product
@@ -233,26 +234,60 @@ def check_fp8(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]
 
 def check_rounding(rows: int, size: int, dtype: str = "float32") -> dict[str, Any]:
     """Share of codes and scales that differ from numpy's in any bit; scales of rows with a
-    non-finite number are NaN. Codes are compared only for numbers that need no rounding: the
-    interpreter rounds wrongly if the exponent grows.
+    non-finite number are NaN.
     """
     rng = np.random.default_rng(5)
-    whole = rng.choice(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), (rows, size))
-    whole[:, -1] = 0xFE  # -448
-    twos = np.exp2(np.arange(rows, dtype=np.float32) % 9 - 4)[:, None]
-    exact = whole.view(jnp.float8_e4m3fn).astype(np.float32) * twos
-    others = rng.standard_normal((rows + 4, size), np.float32)
-    others[rows], others[rows + 1, 1], others[rows + 2, 2] = 0.0, np.inf, np.nan
-    others[rows + 3, 0] = -np.inf
-    x = np.concatenate([exact, others]).astype(dtype)
+    x = rng.standard_normal((rows + 4, size), np.float32)
+    x[:rows] *= np.exp2(np.arange(rows, dtype=np.float32) % 9 - 4)[:, None]
+    x[rows], x[rows + 1, 1], x[rows + 2, 2], x[rows + 3, 0] = 0.0, np.inf, np.nan, -np.inf
+    x = x.astype(dtype)
     codes, units = map(np.asarray, jax.jit(KERNELS.round_to_fp8)(x))
-    assert (codes.dtype, codes.shape, units.shape) == (jnp.float8_e4m3fn, x.shape, (len(x), 1))
+    padded = max(16, len(x))
+    assert (codes.dtype, codes.shape) == (jnp.float8_e4m3fn, (padded, size))
+    assert units.shape == (len(x), 1)
     finite = x[:-3].astype(np.float32)
     most = np.maximum(np.abs(finite).max(1, keepdims=True), np.float32(1e-30))
-    wrong = codes[:rows].view(np.uint8) != whole
+    expected = (finite * (np.float32(448) / most)).astype(jnp.float8_e4m3fn)
+    wrong = codes[: len(finite)].view(np.uint8) != expected.view(np.uint8)
     wrong_units = units[:-3] != most * np.float32(1 / 448)
-    zeros, hidden = codes[2 * rows].astype(np.float32) != 0, np.isfinite(units[-3:])
-    return {"wrong": float(sum(map(np.mean, (wrong, wrong_units, zeros, hidden))))}
+    hidden = np.isfinite(units[-3:])
+    return {"wrong": float(sum(map(np.mean, (wrong, wrong_units, hidden))))}
+
+
+def check_rounded_norm(rows: int, size: int, dtype: str = "float32") -> dict[str, Any]:
+    """Error of the norm of a sum beyond its rounding to fp8; whether each sum is numpy's, and
+    whether a row alone has the same bits.
+    """
+    rng = np.random.default_rng(6)
+    x, added = (rng.standard_normal((rows, size), np.float32).astype(dtype) for _ in range(2))
+    weight = rng.standard_normal(size, np.float32).astype(dtype)
+
+    def run(x: jax.Array, added: jax.Array) -> list[np.ndarray]:
+        total, rounded = KERNELS.rounded_norm_sum(x, added, weight, 1e-5)
+        return [total, rounded.codes[: len(x)].view(jnp.uint8), rounded.units, rounded.widened()]
+
+    total, *found = map(np.asarray, jax.jit(run)(x, added))
+    alone = jax.jit(run)(x[-1:], added[-1:])[1:]
+    same = all(np.array_equal(one[-1:], other) for one, other in zip(found, alone, strict=True))
+    expected = definitions.rms_norm(total, weight, 1e-5)
+    error = rounded_distance(found[-1], expected)
+    return {"error": error, "same": same and np.array_equal(total, x + added)}
+
+
+def check_rounded_gate(rows: int, outputs: int, dtype: str = "float32") -> dict[str, Any]:
+    """Error of a gated product beyond its rounding to fp8; whether it is the same for rows that are
+    rounded already.
+    """
+    rng = np.random.default_rng(7)
+    x = (rng.standard_normal((rows, 256), np.float32) / 16).astype(dtype)
+    w = rng.standard_normal((256, 2 * outputs), np.float32).astype(jnp.float8_e4m3fn)
+    scale = rng.uniform(0.5, 2.0, 2 * outputs).astype(np.float32)
+    packed = Fp8(w8a8.pack_fp8(jnp.asarray(w)), jnp.asarray(scale))
+    found = np.asarray(jax.jit(lambda x: KERNELS.rounded_gated_fp8(x, packed).widened())(x))
+    rounded = RoundedRows(*w8a8.round_to_fp8(jnp.asarray(x)), jnp.dtype(dtype))
+    again = np.asarray(jax.jit(lambda: KERNELS.rounded_gated_fp8(rounded, packed).widened())())
+    expected = definitions.gated(definitions.matmul_fp8(x, w, scale))
+    return {"error": rounded_distance(found, expected), "same": np.array_equal(found, again)}
 
 
 def check_experts(case: ExpertCase, kernels: TritonKernels = KERNELS) -> dict[str, Any]:
@@ -520,6 +555,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "rounding: one row": lambda: check_rounding(1, 512),
     "rounding: padded rows": lambda: check_rounding(5, 700, "bfloat16"),
     "rounding: float16": lambda: check_rounding(9, 64, "float16"),
+    "rounded: norm of one row": lambda: check_rounded_norm(1, 512),
+    "rounded: norm of padded rows": lambda: check_rounded_norm(5, 700),
+    "rounded: norm of many rows": lambda: check_rounded_norm(17, 64, "float16"),
+    "rounded: gate of one row": lambda: check_rounded_gate(1, 96),
+    "rounded: gate of padded rows": lambda: check_rounded_gate(5, 700),
+    "rounded: gate of many rows": lambda: check_rounded_gate(17, 64, "float16"),
     **{
         f"experts: {name}": lambda case=case: check_experts(case)
         for name, case in EXPERTS.items()

@@ -25,7 +25,6 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jitney.engine.common.machine import cpu_features
 from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.threads import own_processors
-from jitney.kernels import interface
 
 _log = logging.getLogger("jitney.core")
 
@@ -36,7 +35,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "triton", "jax-trito
 #: Prefixes of environment variables that may change a program.
 _VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_", "TRITON_", "TF_")
 #: Folders of the code that makes programs: all their files count, also native sources and tables.
-_ENGINE, _KERNELS = Path(__file__).parents[2], Path(interface.__file__).parent
+_ENGINE, _KERNELS = Path(__file__).parents[2], Path(__file__).parents[3] / "kernels"
 #: Subfolders of the engine that count.
 _SOURCES = ("common", "config", "core")
 #: Number of keys whose programs stay on disk; for the default model on a CPU each has 5 to 7 MB.

@@ -18,6 +18,7 @@ from jitney.engine.core.models.layers import Linear, RMSNorm, UnitNorm, normal
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
+from jitney.kernels.w8a8 import RoundedRows
 
 
 class Mixer(nnx.Module):
@@ -27,6 +28,10 @@ class Mixer(nnx.Module):
 
     qkv: Linear
     o: Linear
+
+    def takes_rounded(self, kernels: Kernels) -> bool:
+        """See `Linear.takes_rounded`; False if more than `qkv` reads the rows."""
+        return False
 
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix that may be quantised."""
@@ -89,7 +94,12 @@ class Attention(Mixer):
         return RMSNorm.of(config.head_dim, config, dtype)
 
     def __call__(
-        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+        self,
+        x: Array | RoundedRows,
+        rope: Rope,
+        kv: Array,
+        meta: AttentionMeta,
+        kernels: Kernels,
     ) -> tuple[Array, Array]:
         """x [T, E], rope: the rotation of the rows, kv [N, page, 2K, D] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
@@ -124,7 +134,11 @@ class Attention(Mixer):
             options["sinks"] = self.sinks[...].astype(jnp.float32)
         return options
 
-    def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
+    def takes_rounded(self, kernels: Kernels) -> bool:
+        """See `Mixer.takes_rounded`."""
+        return self.qkv.takes_rounded(kernels)
+
+    def projected(self, x: Array | RoundedRows, kernels: Kernels, adapted: Array | None) -> Array:
         """x [T, E] -> queries, keys and values before the split into heads, [T, (H + 2K) * D]."""
         return self.qkv(x, kernels, adapted=adapted)
 
@@ -169,7 +183,12 @@ class GatedAttention(Attention):
         self.gates_apart = config.gates_apart
 
     def __call__(
-        self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+        self,
+        x: Array | RoundedRows,
+        rope: Rope,
+        kv: Array,
+        meta: AttentionMeta,
+        kernels: Kernels,
     ) -> tuple[Array, Array]:
         """See `Attention.__call__`."""
         kernels = kernels.of_rows(meta.counts[2])

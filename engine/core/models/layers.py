@@ -25,6 +25,7 @@ from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import Activation, ModelConfig
 from jitney.kernels.experts import gate
 from jitney.kernels.interface import AttentionMeta, Kernels, Pack
+from jitney.kernels.w8a8 import Fp8, RoundedRows
 
 #: Fewest rows for which a product that is summed over devices is computed in two halves: from here
 #: on half of the outputs take longer to send than a transfer takes to start.
@@ -86,7 +87,7 @@ class Linear(nnx.Module):
 
     def __call__(
         self,
-        x: Array,
+        x: Array | RoundedRows,
         kernels: Kernels,
         dtype: DTypeLike | None = None,
         *,
@@ -107,15 +108,16 @@ class Linear(nnx.Module):
         return y.astype(dtype)
 
     def _product(
-        self, x: Array, kernels: Kernels, dtype: DTypeLike, adapted: Array | None
+        self, x: Array | RoundedRows, kernels: Kernels, dtype: DTypeLike, adapted: Array | None
     ) -> Array:
         """The products [T, O] in `dtype`, with adapters added."""
         if self.adapters is None or adapted is None:
             return self.packed.product(x, kernels, dtype)
+        assert not isinstance(x, RoundedRows)
         y = self.packed.product(x, kernels)
         return (y + self.adapters(x, adapted, kernels)).astype(dtype)
 
-    def _sum(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
+    def _sum(self, x: Array | RoundedRows, kernels: Kernels, adapted: Array | None) -> Array:
         """The sum of all devices' products: [T, O] in x's dtype."""
         if self.adapters is not None:
             return TENSOR.total(self._product(x, kernels, x.dtype, adapted))
@@ -126,12 +128,29 @@ class Linear(nnx.Module):
         sums = [TENSOR.total(half.product(x, kernels, x.dtype)) for half in packed.output_halves()]
         return jnp.concatenate(sums, axis=1)
 
-    def gated(self, x: Array, kernels: Kernels, adapted: Array | None = None) -> Array:
+    def takes_rounded(self, kernels: Kernels) -> bool:
+        """Whether the kernels may round the rows of this product in advance."""
+        rounds = kernels.rounding is not None and self.adapters is None
+        return rounds and self.packed.scheme == "fp8"
+
+    def gated(
+        self,
+        x: Array | RoundedRows,
+        kernels: Kernels,
+        adapted: Array | None = None,
+        *,
+        rounded: bool = False,
+    ) -> Array | RoundedRows:
         """x [T, I] -> [T, O // 2] in x's dtype: the activation of the gates (the first half of the
         outputs) times the ups. For an activation without gates, the activation of all outputs.
+        rounded: whether the result may be rounded, see `takes_rounded`.
         """
         assert self.activation is not None
         if self.bias is None and self.adapters is None:
+            rounding = kernels.rounding
+            opens = self.activation == "silu" and self.packed.scheme == "fp8"
+            if rounded and opens and rounding is not None:
+                return rounding.gated(x, Fp8(self.packed.kernel, self.packed.scale))
             return self.packed.gated(x, self.activation, kernels)
         dtype = x.dtype if kernels.narrow_gates else jnp.float32
         both = self(x, kernels, dtype, adapted=adapted)
@@ -143,7 +162,7 @@ class Linear(nnx.Module):
         silu, if nothing is added to the products.
         """
         opens = self.activation == "silu" and self.bias is None and self.adapters is None
-        return opens and self.packed.scheme in ("plain", "int8", "int4")
+        return opens and self.packed.scheme != "mxfp4"
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -331,12 +350,17 @@ class MLP(nnx.Module):
         )
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
-    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
+    def __call__(self, x: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]."""
         if rows.count is not None:
             kernels = kernels.of_rows(rows.count)
-        inner = self.gate_up.gated(x, kernels, rows.adapted)
+        rounded = self.down.takes_rounded(kernels)
+        inner = self.gate_up.gated(x, kernels, rows.adapted, rounded=rounded)
         return self.down(inner, kernels, adapted=rows.adapted)
+
+    def takes_rounded(self, kernels: Kernels) -> bool:
+        """See `Linear.takes_rounded`."""
+        return self.gate_up.takes_rounded(kernels)
 
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix that may be quantised."""
@@ -354,9 +378,13 @@ class NoMLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         """The arguments are those of `MLP`."""
 
-    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
+    def __call__(self, x: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> zeros like it."""
-        return jnp.zeros_like(x)
+        return jnp.zeros(x.shape, x.dtype)
+
+    def takes_rounded(self, kernels: Kernels) -> bool:
+        """See `MLP.takes_rounded`."""
+        return False
 
     def linears(self) -> tuple[Linear, ...]:
         """None."""

@@ -28,6 +28,7 @@ from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap
 from jitney.kernels.interface import AttentionMeta, Kernels
+from jitney.kernels.w8a8 import RoundedRows
 
 #: Classes whose queries and keys llama.cpp's converter reorders.
 _PAIRED = ("LlamaForCausalLM", "Ministral3ForCausalLM", "SmolLM3ForCausalLM")
@@ -71,18 +72,19 @@ class Block(nnx.Module):
         Each sum is computed together with the norm that reads it, since one kernel may do both.
         """
         x, o, kv = self.attended(x, added, rope, kv, meta, kernels)
-        x, normed = self.mlp_norm.of_sum(x, o, kernels)
+        x, normed = _normed_sum(self.mlp_norm, x, o, kernels, self.mlp.takes_rounded(kernels))
         return x, self.fed_forward(normed, kernels, RowFacts.of(meta)), kv
 
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
         """Run the first half, with arguments and results as for `__call__`."""
-        x, normed = self.attention_norm.of_sum(x, added, kernels)
+        rounded = self.attention.takes_rounded(kernels)
+        x, normed = _normed_sum(self.attention_norm, x, added, kernels, rounded)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
         return x, o, kv
 
-    def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+    def fed_forward(self, normed: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
         """The second half's output, which is added to x: normed [T, E] -> [T, E]."""
         return self.mlp(normed, kernels, rows)
 
@@ -112,7 +114,7 @@ class PostNormBlock(Block):
         x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
         return x, self.attention_post_norm(o, kernels), kv
 
-    def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
+    def fed_forward(self, normed: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
         """See `Block.fed_forward`."""
         return self.mlp_post_norm(super().fed_forward(normed, kernels, rows), kernels)
 
@@ -291,6 +293,17 @@ def _run_block(
     block = nnx.merge(graph, weights)
     run = block.attended if attend_only else block
     return run(x, added, rope, kv, meta, kernels)
+
+
+def _normed_sum(
+    norm: RMSNorm | NoNorm, x: Array, added: Array, kernels: Kernels, rounded: bool
+) -> tuple[Array, Array | RoundedRows]:
+    """See `RMSNorm.of_sum`. rounded: whether the norm may be rounded, see `Linear.takes_rounded`;
+    there is a kernel for RMS norms alone.
+    """
+    if not rounded or kernels.rounding is None or type(norm) is not RMSNorm:
+        return norm.of_sum(x, added, kernels)
+    return kernels.rounding.norm_sum(x, added, norm.weight[...], norm.eps)
 
 
 def _with_columns(table: Array, columns: int) -> Array:

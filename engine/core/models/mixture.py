@@ -35,6 +35,7 @@ from jitney.kernels.experts import Stack, gate
 from jitney.kernels.interface import Kernels, OneOf, Pack
 from jitney.kernels.mxfp4 import Mxfp4
 from jitney.kernels.routing import Routes
+from jitney.kernels.w8a8 import RoundedRows
 
 #: A router's columns are padded to a multiple of this, as kernels for products need.
 _COLUMNS = 16
@@ -285,6 +286,10 @@ class Experts(MLP):
         else:
             self.shared = None
 
+    def takes_rounded(self, kernels: Kernels) -> bool:
+        """See `MLP.takes_rounded`; the router reads the rows, too."""
+        return False
+
     def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]; rows of padding are 0."""
         sums = self.routed(x, x, kernels, rows)
@@ -436,9 +441,13 @@ class _Dense(MLP):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.shared = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
+    def __call__(self, x: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] -> [T, E]."""
         return self.shared(x, kernels, rows)
+
+    def takes_rounded(self, kernels: Kernels) -> bool:
+        """See `MLP.takes_rounded`."""
+        return self.shared.takes_rounded(kernels)
 
     def linears(self) -> tuple[Linear, ...]:
         """See `MLP.linears`."""

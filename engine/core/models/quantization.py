@@ -25,7 +25,7 @@ from jitney.kernels.experts import gate
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import Kernels
 from jitney.kernels.mxfp4 import MAGNITUDES, Mxfp4, matmul_mxfp4, powers
-from jitney.kernels.w8a8 import Fp8, Int8
+from jitney.kernels.w8a8 import Fp8, Int8, RoundedRows
 
 #: Storage and largest magnitude of the schemes with one scale per output.
 _EIGHT_BITS = {"int8": (jnp.dtype(jnp.int8), 127.0), "fp8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}
@@ -84,14 +84,17 @@ class Packed(NamedTuple):
         scales = jnp.split(self.scale, [middle])
         return Packed(first, scales[0]), Packed(second, scales[1])
 
-    def product(self, x: Array, kernels: Kernels, dtype: DTypeLike = jnp.float32) -> Array:
+    def product(
+        self, x: Array | RoundedRows, kernels: Kernels, dtype: DTypeLike = jnp.float32
+    ) -> Array:
         """x [T, I] times the matrix -> [T, O] in `dtype`, summed and scaled in float32."""
+        if self.scheme == "fp8" and kernels.fp8 is not None:
+            return kernels.fp8.matmul(x, Fp8(self.kernel, self.scale), dtype)
+        assert not isinstance(x, RoundedRows)
         if self.scale is None:
             return kernels.matmul(x, self.kernel, dtype)
         if self.scheme == "int8" and kernels.int8 is not None:
             return kernels.int8.matmul(x, Int8(self.kernel, self.scale), dtype)
-        if self.scheme == "fp8" and kernels.fp8 is not None:
-            return kernels.fp8.matmul(x, Fp8(self.kernel, self.scale), dtype)
         if self.scheme == "mxfp4":
             multiply = matmul_mxfp4 if kernels.mxfp4 is None else kernels.mxfp4.matmul
             return multiply(x, Mxfp4(self.kernel, self.scale), dtype)
@@ -102,20 +105,18 @@ class Packed(NamedTuple):
             return kernels.matmul_int4(x, weights, dtype)
         return (kernels.matmul_int4(x, weights) + _low_product(x, self)).astype(dtype)
 
-    def gated(self, x: Array, activation: Activation, kernels: Kernels) -> Array:
+    def gated(self, x: Array | RoundedRows, activation: Activation, kernels: Kernels) -> Array:
         """x [T, I] times the matrix, then the activation of the gates (the first half of the
         outputs) times the ups -> [T, O // 2] in x's dtype. One kernel does this if the kernel set
         has it for this scheme.
         """
-        if activation == "silu" and self.scheme == "plain":
-            return kernels.gated(x, self.kernel)
-        if activation == "silu" and self.scheme == "int8" and kernels.int8 is not None:
-            return kernels.int8.gated(x, Int8(self.kernel, self.scale))
-        gated_int4 = None
-        if self.scheme == "int4" and self.lows is None:
-            gated_int4 = kernels.gated_int4
-        if activation == "silu" and gated_int4 is not None:
-            return gated_int4(x, Int4(self.kernel, self.scale, self.zeros))
+        if activation == "silu" and not isinstance(x, RoundedRows):
+            if self.scheme == "plain":
+                return kernels.gated(x, self.kernel)
+            if self.scheme == "int8" and kernels.int8 is not None:
+                return kernels.int8.gated(x, Int8(self.kernel, self.scale))
+            if self.scheme == "int4" and self.lows is None and kernels.gated_int4 is not None:
+                return kernels.gated_int4(x, Int4(self.kernel, self.scale, self.zeros))
         both = self.product(x, kernels, x.dtype if kernels.narrow_gates else jnp.float32)
         return gate(both, x.dtype, activation)
 

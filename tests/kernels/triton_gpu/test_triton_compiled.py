@@ -27,6 +27,7 @@ from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.tiles import _ATTENTION, _PROCESSORS, ProductTiles
 from jitney.kernels.triton_gpu.top_k_top_p import _SHIFTS
+from jitney.kernels.w8a8 import Fp8
 
 #: Shared memory a program may have, bytes: CUDA C++ programming guide, technical specifications per
 #: capability.
@@ -364,11 +365,17 @@ def test_narrow_products(sm: int, dtype: str, group: int, rows: int):
 @pytest.mark.parametrize("sm,size,dtype", [(90, 14336, "bfloat16"), (89, 4096, "float32")])
 def test_a_row_that_is_rounded_to_fp8_stays_in_registers(sm: int, size: int, dtype: str):
     def use(launch):
-        TritonKernels(launch).round_to_fp8(jnp.zeros((8, size), dtype))
+        kernels, x = TritonKernels(launch), jnp.zeros((8, size), dtype)
+        kernels.round_to_fp8(x)
+        kernels.rounded_norm_sum(x, x, x[0], 1e-5)
+        weights = jnp.zeros((1, 2 * size, 64), jnp.float8_e4m3fn)
+        kernels.rounded_gated_fp8(x[:, :64], Fp8(weights, jnp.zeros(2 * size)))
 
-    (call,) = calls = record(sm, use)
+    calls = record(sm, use)
     check(calls, sm)
-    assert compile_call(call, sm).registers <= 64  # of which two programs of 32 warps fit
+    assert {call.kernel.__name__ for call in calls} == {"round_rows", "norm_rows", "gate_rows"}
+    for call in calls:
+        assert compile_call(call, sm).registers <= 64  # of which two programs of 32 warps fit
 
 
 @pytest.mark.parametrize("sm,rows", [(90, 256), (89, 1)])

@@ -101,6 +101,13 @@ def test_rows_are_rounded_to_fp8_as_numpy_rounds_them(results: dict[str, dict[st
     assert not {name: case["wrong"] for name, case in cases.items() if case["wrong"]}
 
 
+def test_rounded_norms_and_gates_match_numpy(results: dict[str, dict[str, Any]]):
+    cases = of_kind(results, "rounded")
+    assert not {
+        name: case for name, case in cases.items() if not (case["error"] < 1e-4 and case["same"])
+    }
+
+
 def test_products_with_experts_match_numpy(results: dict[str, dict[str, Any]]):
     cases = of_kind(results, "experts")
     limit = {name: 5e-3 if "float16" in name else 1e-5 for name in cases}

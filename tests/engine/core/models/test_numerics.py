@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 from flax import nnx
 from oracle import DENSE, dense_attention, nothing_kept
 from reference_logits import DATA, SCRIPT, as_stored, weights_of, write_folder
+from rounding_kernels import PRODUCTS, ROUNDING
 from safetensors.numpy import save_file
 
 from jitney.engine.core.models.layers import normal
@@ -24,7 +26,7 @@ from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_confi
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 from jitney.kernels.delta_net import StateSlots
-from jitney.kernels.interface import AttentionMeta, KernelSet
+from jitney.kernels.interface import AttentionMeta, KernelSet, RoundingKernels
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -245,3 +247,32 @@ def test_random_models_repeat_and_decide():
     top = np.sort(logits, axis=-1)
     assert np.median(top[:, -1] - top[:, -2]) > 0.1
     assert len(set(logits.argmax(axis=-1))) > 40
+
+
+@pytest.mark.parametrize(
+    ("family", "norms", "gates"), [("llama", 3, 2), ("qwen3_5", 3, 3), ("deepseek_v3", 1, 2)]
+)
+def test_kernels_round_the_rows_that_only_fp8_products_read(family: str, norms: int, gates: int):
+    """Llama: both norms of a layer and its gate, and in the last layer only attention's before the
+    rows with logits are taken. Latent attention, delta nets and routers read rows that are not
+    rounded.
+    """
+    calls: list[str] = []
+
+    def norm_sum(*operands: Any) -> Any:
+        calls.append("norm_sum")
+        return ROUNDING.norm_sum(*operands)
+
+    def gated(*operands: Any) -> Any:
+        calls.append("gated")
+        return ROUNDING.gated(*operands)
+
+    model = random_model(tiny_config(family), weights="fp8")
+    rounding = replace(DENSE, fp8=replace(PRODUCTS, rounding=RoundingKernels(norm_sum, gated)))
+    without = replace(DENSE, fp8=replace(PRODUCTS, rounding=None))
+    model.pack(without)
+    tokens = SCRIPT.prompt()
+    expected = all_logits(model, tokens, len(tokens), kernels=without)
+    logits = all_logits(model, tokens, len(tokens), kernels=rounding)
+    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=0)
+    assert (calls.count("norm_sum"), calls.count("gated")) == (norms, gates)
