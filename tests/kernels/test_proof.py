@@ -445,7 +445,7 @@ def test_rows_in_fp8_are_proved_and_widened_ones_are_found(dtype: str):
     def pack(w: jax.Array, parts: int = 1) -> jax.Array:
         return w
 
-    def widened(x: jax.Array, w: Fp8, dtype: Any = jnp.float32) -> jax.Array:
+    def widened(x: Any, w: Fp8, dtype: Any = jnp.float32) -> jax.Array:
         return (reference.matmul(x, w.kernel) * w.scale).astype(dtype)
 
     served = serving(SERVED, matrices=(Matrix(192, 288, "fp8"),), dtype=dtype)

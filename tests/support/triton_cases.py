@@ -262,8 +262,8 @@ def check_rounded_norm(rows: int, size: int, dtype: str = "float32") -> dict[str
     x, added = (rng.standard_normal((rows, size), np.float32).astype(dtype) for _ in range(2))
     weight = rng.standard_normal(size, np.float32).astype(dtype)
 
-    def run(x: jax.Array, added: jax.Array) -> list[np.ndarray]:
-        total, rounded = KERNELS.rounded_norm_sum(x, added, weight, 1e-5)
+    def run(x: jax.Array, added: jax.Array) -> list[jax.Array]:
+        total, rounded = KERNELS.rounded_norm_sum(x, added, jnp.asarray(weight), 1e-5)
         return [total, rounded.codes[: len(x)].view(jnp.uint8), rounded.units, rounded.widened()]
 
     total, *found = map(np.asarray, jax.jit(run)(x, added))
