@@ -202,13 +202,19 @@ def test_incidents_take_room_from_the_seats_not_from_the_screen(client, open_pag
         page.wait_for_function(
             "(high) => document.getElementById('timeline').clientHeight < high", arg=high
         )
-        bottom = page.evaluate(
-            """() => [document.getElementById("incidents"), document.querySelector(".timebar")]
-                .map((one) => one.getBoundingClientRect()).map(({top, bottom}) => [top, bottom])"""
-        )
-        (_, incidents_end), (bar, _) = bottom
-        assert incidents_end <= bar
+        assert incidents_are_on_the_screen(page)
+        client.age = 7.0
+        holds_text(page, "trouble", "silent for 7 s")
+        assert incidents_are_on_the_screen(page)
     assert open_page.problems == []
+
+
+def incidents_are_on_the_screen(page) -> bool:
+    """Whether they end above the bar with the time."""
+    return page.evaluate(
+        """() => document.getElementById("incidents").getBoundingClientRect().bottom
+            <= document.querySelector(".timebar").getBoundingClientRect().top"""
+    )
 
 
 def test_a_phone_shows_the_overview_on_two_screens(client, open_page):
