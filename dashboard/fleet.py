@@ -294,7 +294,7 @@ class FleetView:
         endpoint = self._endpoint() if self._endpoint is not None else None
         for name, member in self.members.items():
             member.check_silence(now)
-            member.starting = endpoint is not None and name in endpoint.starting
+            member.told_starting(endpoint is not None and name in endpoint.starting)
         cards = [member.card(self.price_per_hour) for member in self.members.values()]
         return {"t": round(time.time(), 1), "replicas": cards, "sums": self._sums(cards, endpoint)}
 

@@ -223,6 +223,14 @@ class Member:
         self.gone, self.trouble = False, ""
         self.heard_at, self.heard = time.monotonic(), time.time()
 
+    def told_starting(self, starting: bool) -> None:
+        """Note whether the fleet has started its process, which has not answered yet. Once it has,
+        earlier attempts to connect say nothing about it.
+        """
+        if self.starting and not starting and self.gone:
+            self.look_away()
+        self.starting = starting
+
     def lost(self, trouble: str) -> None:
         """Note that it does not answer."""
         self.gone, self.trouble = True, trouble

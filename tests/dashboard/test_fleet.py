@@ -205,6 +205,24 @@ async def test_the_page_says_what_the_endpoint_says_of_itself():
         assert watch.sums["unready"] == "no replica is ready"
 
 
+def test_a_new_process_that_answers_the_endpoint_first_is_not_gone():
+    """The page connects a moment after the endpoint does, and had failed while it started."""
+    now = [Endpoint(starting=frozenset({"a"}))]
+    view = FleetView({"a": RemoteEngine("http://127.0.0.1:1")}, endpoint=lambda: now[0])
+
+    def state() -> str:
+        [card] = view.frame()["replicas"]
+        return card["state"]
+
+    view.frame()
+    view.members["a"].lost("it does not answer")
+    assert state() == "starting"
+    now[0] = Endpoint()
+    assert state() == "connecting" == state()
+    view.members["a"].lost("it does not answer")
+    assert state() == "gone"
+
+
 async def test_a_replica_that_goes_keeps_its_last_figures_and_comes_back():
     replica = busy_replica()
     replica.counters.engine_restarts = 1
