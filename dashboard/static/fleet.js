@@ -137,7 +137,7 @@ function draw(now) {
 /** The headline: taken seats, waiting requests, and missing replicas. */
 function headline({replicas: all, ready, seats, taken, waiting}) {
   if (all && !ready) {
-    return all === 1 ? "The only replica is not ready" : `None of ${count(all)} replicas is ready`;
+    return all === 1 ? "No replica is ready" : `None of ${count(all)} replicas is ready`;
   }
   const there = ready === all ? `All ${count(all)} replicas ready` : `${count(ready)} of ${count(all)} replicas ready`;
   const queue = waiting ? `, ${count(waiting)} waiting` : ", none waiting";
