@@ -395,7 +395,10 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         return all_simulated()
     if args.part == "frontier":
         return frontier()
-    llm = LLM(args.model, prefix_cache=False, prefill_share=args.prefill_share)
+    # No longest wait: on a busy machine the last long prompt would be refused.
+    llm = LLM(
+        args.model, prefix_cache=False, prefill_share=args.prefill_share, max_predicted_wait_s=0
+    )
     if args.part == "streams":
         one = partial(measure, llm, args.streams, args.prompt or 4000, args.alone_steps)
         return {str(number): one() for number in range(args.runs)}
