@@ -427,7 +427,7 @@ class TritonKernels:
         pool = jax.new_ref(kv)
         q = self.launch(
             write_kv.rotate_pages,
-            heads,
+            _in_one_piece(heads),
             *rope,
             q_norm,
             k_norm,
