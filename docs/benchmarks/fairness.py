@@ -30,8 +30,12 @@ from running import Server, serving
 
 from jitney.engine.common.machine import cpu_name
 
-#: (prompt, answer) tokens of a short question, and of a request of the flood.
-SHORT, LONG = (20, 16), (60, 120)
+#: (prompt, answer) tokens of a request of the flood.
+LONG = (60, 120)
+#: Words of a short question, and tokens of its answer. The text of a token that ends within a
+#: character is sent with the next token, so the questions are ordinary words.
+N_WORDS, N_SHORT = 16, 16
+WORDS = "the city lies on a wide river and its old market opens early in the morning"
 #: Seconds of flood before the measurement starts.
 WARM_UP_S = 10.0
 #: Short questions sent as a warm-up.
@@ -43,11 +47,10 @@ MODEST, GREEDY, ADMIN = "modest", "greedy", "admin"
 TOKENS = "jitney_generated_tokens_total"
 
 
-def body_of(lengths: tuple[int, int], seed: int) -> dict[str, Any]:
-    draw = random.Random(seed)
-    n_prompt, n_output = lengths
+def streamed(prompt: str | list[int], n_output: int) -> dict[str, Any]:
+    """The body of a greedy streamed completion."""
     return {
-        "prompt": [draw.randrange(10, 400) for _ in range(n_prompt)],
+        "prompt": prompt,
         "max_tokens": n_output,
         "ignore_eos": True,
         "temperature": 0.0,
@@ -55,12 +58,22 @@ def body_of(lengths: tuple[int, int], seed: int) -> dict[str, Any]:
     }
 
 
+def question(seed: int) -> dict[str, Any]:
+    return streamed(" ".join(random.Random(seed).choices(WORDS.split(), k=N_WORDS)), N_SHORT)
+
+
+def long_request(seed: int) -> dict[str, Any]:
+    draw = random.Random(seed)
+    n_prompt, n_output = LONG
+    return streamed([draw.randrange(10, 400) for _ in range(n_prompt)], n_output)
+
+
 async def first_token_s(server: Server, seed: int) -> float:
     """Ask a short question and read the whole answer. Infinite if the question is refused."""
     headers = {"authorization": f"Bearer {MODEST}"}
     began, first = time.monotonic(), float("inf")
     async with server.client.stream(
-        "POST", "/v1/completions", json=body_of(SHORT, seed), headers=headers
+        "POST", "/v1/completions", json=question(seed), headers=headers
     ) as answer:
         async for piece in answer.aiter_bytes():
             if first == float("inf") and answer.status_code == 200 and b"data:" in piece:
@@ -81,7 +94,7 @@ async def flood_once(server: Server, seed: int) -> bool:
     """Read one stream of the other key as bytes; returns whether the server accepted it. Parsing
     each event would take half a core of the server's machine.
     """
-    content = json.dumps(body_of(LONG, seed)).encode()
+    content = json.dumps(long_request(seed)).encode()
     url = server.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(
