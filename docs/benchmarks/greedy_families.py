@@ -62,7 +62,7 @@ def continued(model, tokens: list[int]) -> dict[str, list]:
     """COUNT greedy tokens, each from a whole forward pass, their log-probabilities, and the margins
     of their logits over the second best.
     """
-    import torch  # pyright: ignore[reportMissingImports]  # only this benchmark needs it
+    import torch  # pyright: ignore[reportMissingImports]
 
     tokens, logprobs, margins = list(tokens), [], []
     for _ in range(COUNT):
@@ -94,7 +94,7 @@ def make_reference_of(file: Path, gguf: Path) -> None:
     """Answers of a published model. Only the newest token passes through the model, since its
     weights are too many to repeat a whole prompt for each token.
     """
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}

@@ -259,9 +259,9 @@ def test_kernels_round_the_rows_that_only_fp8_products_read(family: str, norms: 
     """
     calls: list[str] = []
 
-    def norm_sum(*operands: Any) -> Any:
+    def norm_sum(x: Any, added: Any, weight: Any, eps: float) -> Any:
         calls.append("norm_sum")
-        return ROUNDING.norm_sum(*operands)
+        return ROUNDING.norm_sum(x, added, weight, eps)
 
     def gated(*operands: Any) -> Any:
         calls.append("gated")
