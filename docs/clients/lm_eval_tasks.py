@@ -69,7 +69,7 @@ def _write_tasks() -> TaskManager:
 
 
 def _over(name: str, file: Path) -> dict[str, Any]:
-    """What every task over a local file says."""
+    """Settings that all tasks over a local file share."""
     files = {"test": str(file)}
     return {
         "task": name,
@@ -123,8 +123,8 @@ def log_likelihoods() -> str:
 
 
 def _log_likelihood(prompt: str, answer: str) -> float:
-    """Of the answer after the prompt, taken another way: with prompt_logprobs, of the prompt with
-    and without the answer.
+    """Log-likelihood of the answer after the prompt, from prompt_logprobs of the prompt with and
+    without the answer.
     """
     url, body = checks.base_url, {"model": checks.model, "max_tokens": 1, "prompt_logprobs": 0}
     headers = {"Authorization": f"Bearer {checks.key}"}

@@ -378,9 +378,9 @@ class EngineCore:
             result = self.runner.fetch(flight.launched_step)
         except Exception as error:
             return _Outcome([], failure=_Failure(flight.plan, error))
-        ready = flight.done or self.clock()
-        outputs = self.scheduler.commit(flight.plan, result, ready)
-        record = self._record(flight, waited, ready)
+        fetched = self.clock()
+        outputs = self.scheduler.commit(flight.plan, result, fetched)
+        record = self._record(flight, waited, fetched)
         return _Outcome(outputs, record, prompt_chunks(flight.plan))
 
     def _recover(self, failure: _Failure) -> None:
@@ -446,14 +446,15 @@ class EngineCore:
             predicted_wait=self._reporter.predicted_wait(),
         )
 
-    def _record(self, flight: _Flight, waited: float, ready: float) -> bytes:
-        """Make the ledger record of a committed step. waited, ready: clock seconds at which the
-        host began to wait for the result, and at which the step was seen done or the result was
-        there.
+    def _record(self, flight: _Flight, waited: float, fetched: float) -> bytes:
+        """Make the ledger record of a committed step. waited, fetched: clock seconds at which the
+        host began to wait for the result, and had it.
 
-        The device time ends at `ready`: it is exact unless the host looked later.
+        The device time ends when the step was seen done, or else with the result: it is exact
+        unless the host looked later.
         """
         plan = flight.plan
+        ready = fetched if flight.done is None else flight.done
         before = self._ready
         began = flight.launched
         gap = 0.0
@@ -495,8 +496,8 @@ class EngineCore:
             batch_s=flight.batched - flight.planned,
             launch_s=flight.launched - flight.batched,
             device_s=device,
-            fetch_s=max(0.0, ready - waited),
-            commit_s=self.clock() - ready,
+            fetch_s=fetched - waited,
+            commit_s=self.clock() - fetched,
             gap_s=gap,
             compiled=flight.compiled,
             keys=plan.work.keys,

@@ -262,6 +262,7 @@ def _received(
     """Messages within `wait_s` seconds; none if others of a joined engine wait for it first."""
     if wait_s and joined is not None:
         zmq.select([inbox, joined], [], [], wait_s)
+    # Rounded down: a step must not be planned later than the core asked for.
     elif wait_s and not inbox.poll(max(1, int(wait_s * 1000))):
         return
     while True:

@@ -726,11 +726,10 @@ class TritonKernels:
         """See `jitney.kernels.interface.RoundingKernels`: one kernel applies the scales and the
         gate to XLA's sums, and rounds the result.
         """
-        if not isinstance(x, RoundedRows):
-            x = RoundedRows(*self.round_to_fp8(x), x.dtype)
-        sums = w8a8.sums_of_codes(x.codes, w, x.dtype)
-        shape = len(x.units), sums.shape[1] // 2
-        codes, units = self._rounded(narrow_products.gate_rows, sums, x.units, w.scale, shape=shape)
+        codes, units = w8a8.codes_of(x, self.round_to_fp8)
+        sums = w8a8.sums_of_codes(codes, w, x.dtype)
+        shape = len(units), sums.shape[1] // 2
+        codes, units = self._rounded(narrow_products.gate_rows, sums, units, w.scale, shape=shape)
         return RoundedRows(codes, units, x.dtype)
 
     def _rounded(
