@@ -86,9 +86,7 @@ class TimeSlices:
             work.close()
 
     async def blocks(self, pieces: Pieces) -> AsyncGenerator[bytes]:
-        """`pieces` joined to blocks of 64 kB; no slice is held while the reader works. Raises
-        RequestError busy.
-        """
+        """`pieces` in blocks of 64 kB; the reader's time is free. Raises RequestError busy."""
         self._enter()
         try:
             block = bytearray()

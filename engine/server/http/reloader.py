@@ -255,9 +255,7 @@ class Reloader:
 
 
 def hang_up(stop: Callable[[int], None], reload: Callable[[], None]) -> Callable[[], None]:
-    """A handler of SIGHUP: `reload`, or `stop` if the terminal that there was is gone, which sends
-    it too.
-    """
+    """A handler of SIGHUP: `stop` if the terminal that there was is gone, else `reload`."""
     has_terminal = _has_terminal()
 
     def handle() -> None:

@@ -17,9 +17,7 @@ class DirectWriter(Protocol):
 
     @property
     def takes_chunk(self) -> bool:
-        """Whether a part can be written now: the response has begun, is chunked, and the client
-        reads.
-        """
+        """Whether a part can be written now: the response is a chunked one, and is read."""
         ...
 
     def write_chunk(self, data: bytes) -> None:

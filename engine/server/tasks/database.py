@@ -162,9 +162,7 @@ class DatabaseKeeper[D: Database](ABC):
     async def do[**P, T](
         self, function: Callable[Concatenate[D, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run a function with the database in its thread, without cancelling it. Raises
-        StoreUnavailable.
-        """
+        """Run a function with the database, to its end. Raises StoreUnavailable."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(

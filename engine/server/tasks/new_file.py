@@ -12,9 +12,7 @@ from jitney.engine.server.tasks.records import StoredFile, new_id
 
 
 class NewFile:
-    """A file that gets its final name when it is complete. Every method blocks and raises
-    OSError.
-    """
+    """A file that gets its final name once it is complete. All methods block, raise OSError."""
 
     #: Suffix of the name while it is incomplete.
     SUFFIX = ".part"

@@ -46,9 +46,7 @@ class _Open:
 
 
 class InternalRequests:
-    """Batches and jobs, whose requests the server sends itself. table: the routes that answer
-    them.
-    """
+    """Batches and jobs, whose requests the server sends itself. table: routes that answer."""
 
     def __init__(self, context: ServerContext, table: RouteTable):
         self._context = context
@@ -61,9 +59,7 @@ class InternalRequests:
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        """Context of the server's life: continues stored tasks at first, and stops them at the
-        end.
-        """
+        """Context of the server's life: stored tasks go on at first, and stop at the end."""
         folder = self._context.settings.data_dir
         if folder is not None and await asyncio.to_thread(StoreKeeper.has_kept, folder):
             try:

@@ -63,9 +63,7 @@ class _Sending(dict[str, _Message]):
     """
 
     def add(self, message: _Message) -> bool:
-        """Add a message if it is not being sent and the limits allow it; returns whether it was
-        added.
-        """
+        """Add a message that is not being sent, if the limits allow it; returns whether."""
         in_lane = sum(message.lane == other.lane for other in self.values())
         if self.is_full or message.id in self or in_lane >= _OF_LANE:
             return False

@@ -164,9 +164,7 @@ class ResponsesFormat(Format):
 
 
 def _failure(answer: ErrorReply) -> ResponseFailure:
-    """The error of a failed response. Codex CLI compacts its conversation on
-    context_length_exceeded.
-    """
+    """The error of a failed response. Codex CLI reads context_length_exceeded, and compacts."""
     if answer.overflow is not None:
         return ResponseFailure("context_length_exceeded", answer.message)
     code = "rate_limit_exceeded" if answer.status == 429 else "server_error"
