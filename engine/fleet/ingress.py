@@ -209,9 +209,6 @@ async def _list_replicas(fleet: Fleet, request: Request) -> Response:
     return json_answer(ReplicaList(shown))
 
 
-_GET = ("GET",)
-
-
 def _engine_routes() -> Iterator[HttpRoute]:
     """The forwarded routes, described as in the engine's own table."""
     for route in ROUTES:
@@ -228,11 +225,10 @@ _PASSED_ROUTES = tuple(_engine_routes())
 _FLEET_ROUTES = (
     *_PASSED_ROUTES,
     *SHARED_ROUTES,
-    replace(_LIVEZ, path="/healthz", summary="the same as /livez"),
-    HttpRoute("/version", _GET, _show_version, "the version", answer=Version),
+    replace(_LIVEZ, call="GET /healthz", summary="the same as /livez"),
+    HttpRoute("GET /version", _show_version, "the version", answer=Version),
     HttpRoute(
-        "/fleet/replicas",
-        _GET,
+        "GET /fleet/replicas",
         _list_replicas,
         "the engines as the fleet knows them",
         role=Role.ADMIN,
@@ -266,4 +262,4 @@ def create_ingress(
 
 def _starlette_route(route: HttpRoute, fleet: Fleet) -> Route:
     kind = _Passing if route.path in _PASSED_PATHS else Endpoint
-    return Route(route.path, kind(fleet, route.handler), methods=route.methods)
+    return Route(route.path, kind(fleet, route.handler), methods=[route.method])

@@ -91,4 +91,4 @@ class _GenerationEndpoint(Endpoint[Service]):
 
 def _starlette_route(route: HttpRoute, service: Service) -> Route:
     kind = _GenerationEndpoint if route.generates else Endpoint
-    return Route(route.path, kind(service, route.handler), methods=route.methods)
+    return Route(route.path, kind(service, route.handler), methods=[route.method])

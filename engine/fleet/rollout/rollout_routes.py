@@ -140,24 +140,21 @@ def _found(fleet: Fleet, request: Request) -> ModelWithCandidate:
 
 ROLLOUT_ROUTES = (
     HttpRoute(
-        "/fleet/rollouts",
-        ("GET",),
+        "GET /fleet/rollouts",
         _list_rollouts,
         "candidates, and how they compare",
         role=Role.ADMIN,
         answer=RolloutList,
     ),
     HttpRoute(
-        "/fleet/rollouts/{model:path}",
-        ("GET",),
+        "GET /fleet/rollouts/{model:path}",
         _show_rollout,
         "a model's candidate, and how it compares",
         role=Role.ADMIN,
         answer=RolloutReport,
     ),
     HttpRoute(
-        "/fleet/rollouts/{model:path}",
-        ("POST",),
+        "POST /fleet/rollouts/{model:path}",
         _decide,
         "promote a model's candidate, roll it back, or begin anew",
         role=Role.ADMIN,

@@ -52,23 +52,20 @@ async def _show_docs(server: ServerContext, request: Request) -> Response:
 
 FRONT_ROUTES = (
     HttpRoute(
-        "/",
-        ("GET",),
+        "GET /",
         _front_door,
         "where to go on: a browser to the page",
         role=Role.ANYBODY,
         answer=FrontAnswer,
     ),
     HttpRoute(
-        "/openapi.json",
-        ("GET",),
+        "GET /openapi.json",
         _show_openapi,
         "these routes, as an OpenAPI document",
         answer=Document,
     ),
     HttpRoute(
-        "/docs",
-        ("GET",),
+        "GET /docs",
         _show_docs,
         "these routes, as a page",
         role=Role.ANYBODY,

@@ -103,15 +103,13 @@ def _is_anthropic(request: Request) -> bool:
 
 MODEL_ROUTES = (
     HttpRoute(
-        "/v1/models",
-        ("GET",),
+        "GET /v1/models",
         _list_models,
         "the models, as a list",
         answer=ModelList | AnthropicModelList,
     ),
     HttpRoute(
-        "/v1/models/{model:path}",
-        ("GET",),
+        "GET /v1/models/{model:path}",
         _show_model,
         "one model",
         answer=ModelCard | AnthropicModel,

@@ -57,8 +57,7 @@ def document(routes: tuple[HttpRoute, ...]) -> bytes:
     paths: dict[str, JsonDict] = {}
     for route in routes:
         path = paths.setdefault(_PARAMETER.sub(r"{\1}", route.path), {})
-        for method in route.methods:
-            path[method.lower()] = _operation(route, method)
+        path[route.method.lower()] = _operation(route)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -76,11 +75,11 @@ def document(routes: tuple[HttpRoute, ...]) -> bytes:
     )
 
 
-def _operation(route: HttpRoute, method: str) -> JsonDict:
+def _operation(route: HttpRoute) -> JsonDict:
     words = re.findall(r"\w+", _PARAMETER.sub(r"\1", route.path))
     operation: JsonDict = {
         "summary": route.summary,
-        "operationId": "_".join([method.lower(), *words]),
+        "operationId": "_".join([route.method.lower(), *words]),
         "responses": _responses(route),
         # A server without keys admits all clients.
         "security": [] if route.role is Role.ANYBODY else [{_KEY: []}, {}],

@@ -43,8 +43,7 @@ PROBE_ROUTES = (
     HttpRoute.probe("/ping", _readyz, "the same, as SageMaker asks for it", Status),
     HttpRoute.probe("/startupz", _startupz, "all models have been ready once", Status),
     HttpRoute(
-        "/metrics",
-        ("GET",),
+        "GET /metrics",
         _show_metrics,
         "Prometheus metrics",
         role=Role.ADMIN,

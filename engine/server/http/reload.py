@@ -80,8 +80,7 @@ async def _reload(server: ServerContext, request: Request) -> Response:
 
 RELOAD_ROUTES = (
     HttpRoute(
-        "/admin/reload",
-        ("POST",),
+        "POST /admin/reload",
         _reload,
         "read keys, certificate, adapters and limits again, as they are configured now",
         role=Role.ADMIN,

@@ -36,8 +36,6 @@ from jitney.engine.server.http.routing import HttpRoute, Role
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.tasks.routes import TASK_ROUTES
 
-_GET = ("GET",)
-_POST = ("POST",)
 #: Fields of `EngineInfo.flat` that `/version` shows, and the kernels that were taken out.
 _SHOWN = (
     "config_digest",
@@ -178,32 +176,28 @@ ROUTES = (
     *OLLAMA_ROUTES,
     *SHARED_ROUTES,
     HttpRoute(
-        "/version",
-        _GET,
+        "GET /version",
         _show_version,
         "version, device, kernels, number formats, pages, and bytes of weights, largest step and "
         "programs",
         answer=Version,
     ),
     HttpRoute(
-        "/config",
-        _GET,
+        "GET /config",
         _show_config,
         "every setting, and where its value came from",
         role=Role.ADMIN,
         answer=ConfigReport,
     ),
     HttpRoute(
-        "/reset_prefix_cache",
-        _POST,
+        "POST /reset_prefix_cache",
         _reset_prefix_cache,
         "let no later prompt find what was computed for an earlier one",
         role=Role.ADMIN,
         answer=Status,
     ),
     HttpRoute(
-        "/sleep",
-        _POST,
+        "POST /sleep",
         _sleep,
         "free the device's memory until /wake_up",
         role=Role.ADMIN,
@@ -211,24 +205,21 @@ ROUTES = (
         answer=Asleep,
     ),
     HttpRoute(
-        "/wake_up",
-        _POST,
+        "POST /wake_up",
         _wake_up,
         "take the device's memory again, and serve",
         role=Role.ADMIN,
         answer=Status,
     ),
     HttpRoute(
-        "/is_sleeping",
-        _GET,
+        "GET /is_sleeping",
         _is_sleeping,
         "whether the engine is asleep",
         role=Role.ADMIN,
         answer=Sleeping,
     ),
     HttpRoute(
-        "/slots",
-        _GET,
+        "GET /slots",
         _list_slots,
         "the seats, as llama.cpp lists its slots",
         role=Role.ADMIN,

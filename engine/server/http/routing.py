@@ -34,10 +34,8 @@ class Role(IntEnum):
 class HttpRoute:
     """One line of the table of routes."""
 
-    #: Template of the path, such as "/v1/models/{model:path}", as metrics and log name it.
-    path: str
-    #: A route that takes GET takes HEAD too.
-    methods: tuple[str, ...]
+    #: Method and template of the path, such as "GET /v1/models/{model:path}". GET is HEAD too.
+    call: str
     handler: Handler
     #: Purpose of the route, for the documentation.
     summary: str
@@ -71,12 +69,20 @@ class HttpRoute:
     #: Answered at any number of open connections, so that a full server does not seem broken.
     is_probe: bool = False
 
+    @property
+    def method(self) -> str:
+        return self.call.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        """The template of the path, as metrics and log name it."""
+        return self.call.partition(" ")[2]
+
     @classmethod
     def probe(cls, path: str, handler: Handler, summary: str, answer: type[Struct]) -> HttpRoute:
         """Probes carry no key, say nothing about requests, and come too often for the log."""
         return cls(
-            path,
-            ("GET",),
+            f"GET {path}",
             handler,
             summary,
             role=Role.ANYBODY,
@@ -104,22 +110,16 @@ class RouteTable:
     def find(self, path: str, method: str) -> HttpRoute | None:
         """The route for path and method; else the first with the path (405); None: 404."""
         candidates = self._with_path(path)
-        for route in candidates:
-            if method in _allowed(route):
-                return route
-        return candidates[0] if candidates else None
+        fitting = [route for route in candidates if method in _allowed(route)]
+        return next(iter(fitting or candidates), None)
 
     def allowed(self, path: str) -> list[str]:
         """The methods that the path's routes take, sorted."""
-        methods: set[str] = set()
-        for route in self._with_path(path):
-            methods |= _allowed(route)
-        return sorted(methods)
+        return sorted({method for route in self._with_path(path) for method in _allowed(route)})
 
     def _with_path(self, path: str) -> list[HttpRoute]:
         return [route for pattern, route in self._patterns if pattern.fullmatch(path)]
 
 
-def _allowed(route: HttpRoute) -> set[str]:
-    methods = set(route.methods)
-    return methods | {"HEAD"} if "GET" in methods else methods
+def _allowed(route: HttpRoute) -> tuple[str, ...]:
+    return ("GET", "HEAD") if route.method == "GET" else (route.method,)

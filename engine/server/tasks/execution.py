@@ -161,7 +161,7 @@ class LineExecutor:
 def generating_route(table: RouteTable, path: str, param: str = "url") -> HttpRoute:
     """The generating route of a path. Raises RequestError, blaming `param`, for other paths."""
     route = table.find(path, "POST")
-    if route is None or not route.generates or "POST" not in route.methods:
+    if route is None or not route.generates or route.method != "POST":
         raise RequestError(f"{echo(path)} is not a route that batches may name", param=param)
     return route
 

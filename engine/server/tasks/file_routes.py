@@ -134,8 +134,7 @@ async def _file(server: ServerContext, request: Request) -> StoredFile:
 
 FILE_ROUTES = (
     HttpRoute(
-        "/v1/files",
-        ("POST",),
+        "POST /v1/files",
         _upload_file,
         "upload a file of requests",
         uploads=True,
@@ -143,30 +142,26 @@ FILE_ROUTES = (
         answer=FileAnswer,
     ),
     HttpRoute(
-        "/v1/files",
-        ("GET",),
+        "GET /v1/files",
         _list_files,
         "your files",
         query=_FileQuery,
         answer=FileList,
     ),
     HttpRoute(
-        "/v1/files/{file_id}",
-        ("GET",),
+        "GET /v1/files/{file_id}",
         _show_file,
         "what is known of a file",
         answer=FileAnswer,
     ),
     HttpRoute(
-        "/v1/files/{file_id}",
-        ("DELETE",),
+        "DELETE /v1/files/{file_id}",
         _delete_file,
         "delete a file",
         answer=FileDeleted,
     ),
     HttpRoute(
-        "/v1/files/{file_id}/content",
-        ("GET",),
+        "GET /v1/files/{file_id}/content",
         _file_content,
         "the bytes of a file",
         media_type="application/octet-stream",

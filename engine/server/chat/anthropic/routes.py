@@ -182,8 +182,7 @@ def _tool_use(body: CountTokensBody) -> ToolUse | None:
 
 MESSAGE_ROUTES = (
     HttpRoute(
-        "/v1/messages",
-        ("POST",),
+        "POST /v1/messages",
         _create_message,
         "answer a conversation, in Anthropic's form",
         generates=True,
@@ -192,8 +191,7 @@ MESSAGE_ROUTES = (
         event=MessageEvent,
     ),
     HttpRoute(
-        "/v1/messages/count_tokens",
-        ("POST",),
+        "POST /v1/messages/count_tokens",
         _count_tokens,
         "the tokens of such a conversation",
         body=CountTokensBody,

@@ -44,7 +44,6 @@ from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.streaming import StreamingResponse
 
-_POST = ("POST",)
 _INFILL = RouteKind("infill-", "input_prefix", clamps=True)
 
 
@@ -207,8 +206,7 @@ class _InfillFormat(Format):
 
 TEXT_ROUTES = (
     HttpRoute(
-        "/infill",
-        _POST,
+        "POST /infill",
         _infill,
         "what stands between two texts, as llama.cpp has it",
         generates=True,
@@ -217,31 +215,27 @@ TEXT_ROUTES = (
         event=InfillAnswer,
     ),
     HttpRoute(
-        "/tokenize",
-        _POST,
+        "POST /tokenize",
         _tokenize,
         "the tokens of a text or of a chat, as vLLM and llama.cpp have it",
         body=TokenizeBody,
         answer=TokenizeAnswer | PiecesAnswer,
     ),
     HttpRoute(
-        "/detokenize",
-        _POST,
+        "POST /detokenize",
         _detokenize,
         "the text of tokens",
         body=DetokenizeBody,
         answer=DetokenizeAnswer,
     ),
     HttpRoute(
-        "/tokenizer_info",
-        ("GET",),
+        "GET /tokenizer_info",
         _tokenizer_info,
         "the tokenizer's special tokens and the chat template, as vLLM has it",
         answer=TokenizerAnswer,
     ),
     HttpRoute(
-        "/apply-template",
-        _POST,
+        "POST /apply-template",
         _apply_template,
         "what the chat template makes of a chat",
         body=ChatBody,

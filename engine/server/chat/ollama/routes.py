@@ -48,8 +48,6 @@ from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.streaming import StreamingWriter
 
-_GET = ("GET",)
-_POST = ("POST",)
 #: The release of Ollama that is implemented: clients choose their requests by it.
 _VERSION = "0.12.11"
 #: Media type of a stream.
@@ -209,8 +207,7 @@ async def _show_version(server: object, request: Request) -> Response:
 #: Any Content-Type is accepted: Ollama's examples use curl's default (a form).
 OLLAMA_ROUTES = (
     HttpRoute(
-        "/api/chat",
-        _POST,
+        "POST /api/chat",
         _chat,
         "answer a chat, as Ollama has it",
         generates=True,
@@ -222,8 +219,7 @@ OLLAMA_ROUTES = (
         streams_unasked=True,
     ),
     HttpRoute(
-        "/api/generate",
-        _POST,
+        "POST /api/generate",
         _generate,
         "answer a prompt, as Ollama has it",
         generates=True,
@@ -235,8 +231,7 @@ OLLAMA_ROUTES = (
         streams_unasked=True,
     ),
     HttpRoute(
-        "/api/embed",
-        _POST,
+        "POST /api/embed",
         _embed,
         "vectors of texts, as Ollama has it",
         generates=True,
@@ -245,8 +240,7 @@ OLLAMA_ROUTES = (
         answer=OllamaEmbedAnswer,
     ),
     HttpRoute(
-        "/api/embeddings",
-        _POST,
+        "POST /api/embeddings",
         _embeddings,
         "the vector of a text, as older clients of Ollama ask for it",
         generates=True,
@@ -255,8 +249,7 @@ OLLAMA_ROUTES = (
         answer=OllamaEmbeddingAnswer,
     ),
     HttpRoute(
-        "/api/show",
-        _POST,
+        "POST /api/show",
         _show,
         "what the model is and can do, as Ollama has it",
         body=OllamaShowBody,
@@ -267,22 +260,19 @@ OLLAMA_ROUTES = (
 #: The same for an engine and for a fleet.
 OLLAMA_LISTS = (
     HttpRoute(
-        "/api/tags",
-        _GET,
+        "GET /api/tags",
         _tags,
         "the models, as Ollama lists them",
         answer=OllamaModelList,
     ),
     HttpRoute(
-        "/api/ps",
-        _GET,
+        "GET /api/ps",
         _running,
         "the models that are ready, as Ollama lists those that are loaded",
         answer=OllamaRunningList,
     ),
     HttpRoute(
-        "/api/version",
-        _GET,
+        "GET /api/version",
         _show_version,
         "the release of Ollama whose forms these are",
         answer=OllamaVersion,

@@ -175,8 +175,7 @@ def _check_dimensions(model: ModelInfo, dimensions: int) -> None:
 
 EMBEDDING_ROUTES = (
     HttpRoute(
-        "/v1/embeddings",
-        ("POST",),
+        "POST /v1/embeddings",
         _embeddings,
         "vectors of texts",
         generates=True,

@@ -22,8 +22,6 @@ from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 
-_POST = ("POST",)
-
 
 class InvocationBody(RootModel[ChatBody | CompletionBody]):
     """POST /invocations: what a chat or a completion takes."""
@@ -58,8 +56,7 @@ async def _invocations(service: Service, request: Request) -> ASGIApp:
 
 OPENAI_ROUTES = (
     HttpRoute(
-        "/v1/completions",
-        _POST,
+        "POST /v1/completions",
         _completions,
         "complete prompts",
         generates=True,
@@ -68,8 +65,7 @@ OPENAI_ROUTES = (
         event=CompletionChunk,
     ),
     HttpRoute(
-        "/v1/chat/completions",
-        _POST,
+        "POST /v1/chat/completions",
         _chat_completions,
         "answer a chat",
         generates=True,
@@ -78,8 +74,7 @@ OPENAI_ROUTES = (
         event=ChatChunk,
     ),
     HttpRoute(
-        "/invocations",
-        _POST,
+        "POST /invocations",
         _invocations,
         "answer a chat, or complete prompts, as SageMaker asks for it",
         generates=True,

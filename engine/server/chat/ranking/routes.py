@@ -89,13 +89,13 @@ def _route(path: str, like: str) -> HttpRoute:
     """A route that ranks. like: whose form it has."""
     summary = f"documents in the order in which they fit a query, as {like} has it"
     return HttpRoute(
-        path, ("POST",), _rerank, summary, generates=True, body=RerankBody, answer=RerankAnswer
+        f"POST {path}", _rerank, summary, generates=True, body=RerankBody, answer=RerankAnswer
     )
 
 
 def _score_route(path: str, summary: str) -> HttpRoute:
     return HttpRoute(
-        path, ("POST",), _score, summary, generates=True, body=ScoreBody, answer=ScoreAnswer
+        f"POST {path}", _score, summary, generates=True, body=ScoreBody, answer=ScoreAnswer
     )
 
 

@@ -281,8 +281,7 @@ def _stored(service: Service, request: Request) -> KeptResponse:
 
 RESPONSE_ROUTES = (
     HttpRoute(
-        "/v1/responses",
-        ("POST",),
+        "POST /v1/responses",
         _create_response,
         "answer a conversation of items, which may be kept",
         generates=True,
@@ -291,38 +290,33 @@ RESPONSE_ROUTES = (
         event=AnyResponseEvent,
     ),
     HttpRoute(
-        "/v1/responses/input_tokens",
-        ("POST",),
+        "POST /v1/responses/input_tokens",
         _count_tokens,
         "the tokens of such a conversation",
         body=InputTokensBody,
         answer=InputTokens,
     ),
     HttpRoute(
-        "/v1/responses/{response_id}",
-        ("GET",),
+        "GET /v1/responses/{response_id}",
         _show_response,
         "a response that is kept",
         query=_ResponseQuery,
         answer=ResponseAnswer,
     ),
     HttpRoute(
-        "/v1/responses/{response_id}",
-        ("DELETE",),
+        "DELETE /v1/responses/{response_id}",
         _delete_response,
         "forget a response",
         answer=DeletedResponse,
     ),
     HttpRoute(
-        "/v1/responses/{response_id}/cancel",
-        ("POST",),
+        "POST /v1/responses/{response_id}/cancel",
         _cancel_response,
         "end a response in the background; there are none",
         answer=ResponseAnswer,
     ),
     HttpRoute(
-        "/v1/responses/{response_id}/input_items",
-        ("GET",),
+        "GET /v1/responses/{response_id}/input_items",
         _list_input_items,
         "what a response was asked with",
         query=_InputItemsQuery,

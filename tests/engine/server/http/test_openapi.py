@@ -41,11 +41,10 @@ def test_every_route_of_the_table_is_in_it():
     }
     wanted: dict[str, set[str]] = {}
     for route in ROUTES:
-        wanted.setdefault(path_of(route), set()).update(route.methods)
+        wanted.setdefault(path_of(route), set()).add(route.method)
     assert methods == wanted
     for route in ROUTES:
-        [method] = route.methods
-        operation = document["paths"][path_of(route)][method.lower()]
+        operation = document["paths"][path_of(route)][route.method.lower()]
         assert operation["summary"] == route.summary
         assert (operation["security"] == []) == (route.role is Role.ANYBODY)
         assert ("requestBody" in operation) == (route.body is not None)

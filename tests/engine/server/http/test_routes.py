@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ async def repeat(service: Service, request: Request) -> Response:
     return JSONResponse([request.path_params["name"], service.model_name, body.decode()])
 
 
-MADE_UP = HttpRoute("/v1/made-up/{name}", ("POST",), repeat, "repeat a body", body_limit=20)
+MADE_UP = HttpRoute("POST /v1/made-up/{name}", repeat, "repeat a body", body_limit=20)
 
 
 def app_with(*routes: HttpRoute, **settings):
@@ -49,7 +50,7 @@ def test_a_line_of_the_table_is_served():
 def test_a_line_of_the_table_is_behind_the_key_unless_its_role_is_anybody():
     reply = run(call(app_with(MADE_UP), "/v1/made-up/x", b'"hi"'))
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
-    public = HttpRoute(MADE_UP.path, ("POST",), repeat, "repeat a body", role=Role.ANYBODY)
+    public = replace(MADE_UP, role=Role.ANYBODY)
     assert run(call(app_with(public), "/v1/made-up/x", b'"hi"')).status == 200
 
 
@@ -76,7 +77,7 @@ def test_lines_that_share_a_path_each_take_their_method():
     async def read(service: Service, request: Request) -> Response:
         return JSONResponse("read")
 
-    app = app_with(MADE_UP, HttpRoute(MADE_UP.path, ("GET",), read, "read"))
+    app = app_with(MADE_UP, HttpRoute(f"GET {MADE_UP.path}", read, "read"))
     assert run(call(app, "/v1/made-up/x", b"", method="GET", headers=KEY)).json() == "read"
     assert run(call(app, "/v1/made-up/x", b"1", headers=KEY)).json() == ["x", "m", "1"]
     reply = run(call(app, "/v1/made-up/x", b"", method="DELETE", headers=KEY))
@@ -91,7 +92,7 @@ async def test_a_line_that_generates_counts_against_its_key_and_ends_with_its_cl
         await asyncio.sleep(3600)
         return Response()
 
-    waiting = HttpRoute("/v1/wait", ("POST",), wait, "wait", generates=True)
+    waiting = HttpRoute("POST /v1/wait", wait, "wait", generates=True)
     app = app_with(waiting, key_max_concurrent=1)
     first = asyncio.create_task(call(app, "/v1/wait", b"1", headers=KEY, leave_after=1.0))
     await begun.wait()
@@ -159,7 +160,7 @@ def test_the_documentation_lists_every_route():
     yes_no = {True: "yes", False: "no"}
     keys = {Role.ANYBODY: "no", Role.USER: "user", Role.ADMIN: "admin"}
     assert rows == [
-        f"| `{route.path}` | {', '.join(route.methods)} | {route.summary} "
+        f"| `{route.path}` | {route.method} | {route.summary} "
         f"| {keys[route.role]} | {yes_no[route.generates]} |"
         for route in ROUTES
     ]
