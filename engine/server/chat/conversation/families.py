@@ -31,13 +31,13 @@ class ToolFormat:
     """A family's form of tool calls."""
 
     name: str
-    #: Aliases.
-    aliases: tuple[str, ...]
-    new_reader: Callable[[Functions], TextReader]
+    #: Makes the reader of a turn.
+    reader: Callable[[ToolFormat, Functions], TextReader]
     #: How calls are written.
     text: CallText
     #: Texts the reader looks for; they stay in the text even if they are special tokens.
     markers: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
     #: A template with one of these texts has this format. Empty: the first marker.
     signs: tuple[str, ...] = ()
     #: A template with one of these texts does not have it.
@@ -46,7 +46,7 @@ class ToolFormat:
     @property
     def openings(self) -> tuple[str, ...]:
         """Markers that begin a call."""
-        reader = self.new_reader({})
+        reader = self.reader(self, {})
         return reader.opening_markers if isinstance(reader, CallReader) else ()
 
     def is_signed(self, template: str) -> bool:
@@ -76,24 +76,28 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.end)
 
 
-def _json_format(
-    name: str,
-    start: str,
-    end: str,
-    text: CallText,
-    *,
-    aliases: tuple[str, ...] = (),
-    signs: tuple[str, ...] = (),
-) -> ToolFormat:
-    """Calls that are JSON objects, or a list of them, between two markers."""
-    return ToolFormat(
-        name,
-        aliases,
-        lambda functions: JsonCalls(start, end),
-        text,
-        markers=(start, end) if end else (start,),
-        signs=signs,
-    )
+def _json_calls(form: ToolFormat, functions: Functions) -> TextReader:
+    """JSON objects, or a list of them, between two markers."""
+    return JsonCalls(*form.markers)
+
+
+def _tag_calls(form: ToolFormat, functions: Functions) -> TextReader:
+    """Calls whose arguments are elements between tags."""
+    return TagCalls(form.text, functions)
+
+
+def _brace_calls(form: ToolFormat, functions: Functions) -> TextReader:
+    """Google's `call:name{key:value}` between two markers, with marks around strings."""
+    return BraceCalls(*form.markers)
+
+
+def _python_calls(form: ToolFormat, functions: Functions) -> TextReader:
+    """Calls in Python between two markers."""
+    return PythonCalls(*form.markers, functions)
+
+
+def _mistral_calls(form: ToolFormat, functions: Functions) -> TextReader:
+    return MistralCalls(form.markers[0])
 
 
 def _json_text(first: str, separator: str, last: str) -> CallText:
@@ -108,41 +112,13 @@ def _json_text(first: str, separator: str, last: str) -> CallText:
     )
 
 
-def _tag_format(
-    name: str,
-    text: CallText,
-    markers: tuple[str, ...],
-    *,
-    aliases: tuple[str, ...] = (),
-    signs: tuple[str, ...] = (),
-) -> ToolFormat:
-    """Calls whose arguments are elements between tags."""
-    return ToolFormat(
-        name,
-        aliases,
-        lambda functions: TagCalls(text, functions),
-        text,
-        markers=markers,
-        signs=signs,
-    )
-
-
-def _brace_format(name: str, start: str, quote: str, end: str) -> ToolFormat:
-    """Google's `call:name{key:value}` between two markers, with marks around strings."""
+def _brace_text(start: str, quote: str, end: str) -> CallText:
     syntax = ValueSyntax(quote, has_bare_keys=True)
-    text = CallText(
+    return CallText(
         before_name=f"{start}call:",
         before_arguments="{",
         after=f"}}{end}",
         arguments=SyntaxText(syntax, ":"),
-    )
-    return ToolFormat(
-        name,
-        (),
-        lambda functions: BraceCalls(start, quote, end),
-        text,
-        markers=(start, quote, end),
-        signs=(start,),
     )
 
 
@@ -162,26 +138,6 @@ _PYTHON = SyntaxText(
 )
 
 
-def _python_format(
-    name: str,
-    start: str,
-    end: str,
-    text: CallText,
-    *,
-    aliases: tuple[str, ...] = (),
-    signs: tuple[str, ...] = (),
-) -> ToolFormat:
-    """Calls in Python between two markers."""
-    return ToolFormat(
-        name,
-        aliases,
-        lambda functions: PythonCalls(start, end, functions),
-        text,
-        markers=(start, end),
-        signs=signs,
-    )
-
-
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _CALL_SEP = "<｜tool▁sep｜>"
@@ -196,6 +152,8 @@ _MISTRAL = "[TOOL_CALLS]"
 _MISTRAL_MARKERS = (_MISTRAL, "[ARGS]", "[CALL_ID]")
 _PYTHON_TAG = "<|python_tag|>"
 _FENCE = "```"
+_GEMMA4 = ("<|tool_call>", '<|"|>', "<tool_call|>")
+_FUNCTION_GEMMA = ("<start_function_call>", "<escape>", "<end_function_call>")
 _GLM_MARKERS = (
     "<tool_call>",
     "</tool_call>",
@@ -206,16 +164,16 @@ _GLM_MARKERS = (
 )
 
 #: For models whose template shows no form of their own.
-HERMES = _json_format(
+HERMES = ToolFormat(
     "hermes",
-    "<tool_call>",
-    "</tool_call>",
+    _json_calls,
     CallText(
         before_name='<tool_call>\n{"name": "',
         before_arguments='", "arguments": ',
         after="}\n</tool_call>",
         separator="\n",
     ),
+    ("<tool_call>", "</tool_call>"),
     aliases=("qwen", "qwen25", "qwen3"),
     signs=("<tool_call>",),
 )
@@ -224,21 +182,20 @@ HERMES = _json_format(
 TOOL_FORMATS = (
     ToolFormat(
         "harmony",
-        ("openai", "gptoss"),
-        lambda functions: HarmonyReader(),
+        lambda form, functions: HarmonyReader(),
         CallText(
             before_name=f"{harmony.Mark.CHANNEL}commentary to={HarmonyReader.FUNCTIONS}",
             before_arguments=f" {harmony.Mark.CONSTRAIN}json{harmony.Mark.MESSAGE}",
             after="",
             is_alone=True,
         ),
-        markers=tuple(harmony.Mark),
+        tuple(harmony.Mark),
+        aliases=("openai", "gptoss"),
         signs=(harmony.Mark.CHANNEL,),
     ),
     ToolFormat(
         "deepseek_v31",
-        (),
-        lambda functions: NamedCalls(
+        lambda form, functions: NamedCalls(
             _CALL_BEGIN,
             _CALL_END,
             after_name=_CALL_SEP,
@@ -251,14 +208,13 @@ TOOL_FORMATS = (
             after=_CALL_END,
             last=_CALLS_END,
         ),
-        markers=_DEEPSEEK_MARKERS,
+        _DEEPSEEK_MARKERS,
         signs=(_CALL_BEGIN,),
         unless="```json",
     ),
     ToolFormat(
         "deepseek_v3",
-        ("deepseek_r1",),
-        lambda functions: NamedCalls(
+        lambda form, functions: NamedCalls(
             _CALL_BEGIN,
             _CALL_END,
             before_name=f"function{_CALL_SEP}",
@@ -274,13 +230,13 @@ TOOL_FORMATS = (
             separator="\n",
             last=_CALLS_END,
         ),
-        markers=_DEEPSEEK_MARKERS,
+        _DEEPSEEK_MARKERS,
+        aliases=("deepseek_r1",),
         signs=(_CALL_BEGIN,),
     ),
     ToolFormat(
         "kimi_k2",
-        (),
-        lambda functions: NamedCalls(
+        lambda form, functions: NamedCalls(
             *_KIMI_CALL,
             before_name="functions.",
             after_name=_KIMI_ARGUMENTS,
@@ -293,12 +249,11 @@ TOOL_FORMATS = (
             after=_KIMI_CALL[1],
             last=_KIMI_CALLS[1],
         ),
-        markers=(*_KIMI_CALLS, *_KIMI_CALL, _KIMI_ARGUMENTS),
+        (*_KIMI_CALLS, *_KIMI_CALL, _KIMI_ARGUMENTS),
     ),
     ToolFormat(
         "solar_open",
-        (),
-        lambda functions: NamedCalls(
+        lambda form, functions: NamedCalls(
             *_SOLAR_CALL,
             behind_id=_SOLAR_NAME,
             after_name=_SOLAR_ARGUMENTS,
@@ -311,37 +266,36 @@ TOOL_FORMATS = (
             after=_SOLAR_CALL[1],
             last=_SOLAR_CALLS[1],
         ),
-        markers=(*_SOLAR_CALLS, *_SOLAR_CALL, _SOLAR_NAME, _SOLAR_ARGUMENTS),
+        (*_SOLAR_CALLS, *_SOLAR_CALL, _SOLAR_NAME, _SOLAR_ARGUMENTS),
         signs=(_SOLAR_CALL[0],),
     ),
     ToolFormat(
         "mistral_named",
-        ("mistral_v11",),
-        lambda functions: MistralCalls(_MISTRAL),
+        _mistral_calls,
         CallText(before_name=_MISTRAL, before_arguments="[ARGS]", after=""),
-        markers=_MISTRAL_MARKERS,
+        _MISTRAL_MARKERS,
+        aliases=("mistral_v11",),
         signs=("[ARGS]",),
     ),
     ToolFormat(
         "mistral",
-        (),
-        lambda functions: MistralCalls(_MISTRAL),
+        _mistral_calls,
         _json_text(f"{_MISTRAL} [", ", ", "]"),
-        markers=_MISTRAL_MARKERS,
+        _MISTRAL_MARKERS,
         signs=(_MISTRAL,),
     ),
-    _brace_format("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>"),
-    _brace_format("functiongemma", "<start_function_call>", "<escape>", "<end_function_call>"),
+    ToolFormat("gemma4", _brace_calls, _brace_text(*_GEMMA4), _GEMMA4),
+    ToolFormat("functiongemma", _brace_calls, _brace_text(*_FUNCTION_GEMMA), _FUNCTION_GEMMA),
     ToolFormat(
         "functionary",
-        (),
-        lambda functions: NamedCalls("<function=", "</function>", after_name=">"),
+        lambda form, functions: NamedCalls("<function=", "</function>", after_name=">"),
         CallText(before_name="<function=", before_arguments=">", after="</function>"),
-        markers=("<function=", "</function>"),
+        ("<function=", "</function>"),
         signs=("<function=example_function_name>{",),
     ),
-    _tag_format(
+    ToolFormat(
         "glm45",
+        _tag_calls,
         CallText(
             before_name="<tool_call>",
             before_arguments="\n",
@@ -352,8 +306,9 @@ TOOL_FORMATS = (
         _GLM_MARKERS,
         signs=("</arg_key>\n<arg_value>", "\\n<arg_value>"),
     ),
-    _tag_format(
+    ToolFormat(
         "glm47",
+        _tag_calls,
         CallText(
             before_name="<tool_call>",
             before_arguments="",
@@ -363,8 +318,9 @@ TOOL_FORMATS = (
         _GLM_MARKERS,
         signs=("<arg_key>",),
     ),
-    _tag_format(
+    ToolFormat(
         "seed_oss",
+        _tag_calls,
         CallText(
             before_name="<seed:tool_call>\n<function=",
             before_arguments=">\n",
@@ -374,8 +330,9 @@ TOOL_FORMATS = (
         ),
         ("<seed:tool_call>", "</seed:tool_call>"),
     ),
-    _tag_format(
+    ToolFormat(
         "minimax_m2",
+        _tag_calls,
         CallText(
             first="<minimax:tool_call>\n",
             before_name='<invoke name="',
@@ -386,8 +343,9 @@ TOOL_FORMATS = (
         ),
         ("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
-    _tag_format(
+    ToolFormat(
         "qwen3_coder",
+        _tag_calls,
         CallText(
             before_name="<tool_call>\n<function=",
             before_arguments=">\n",
@@ -399,32 +357,31 @@ TOOL_FORMATS = (
         aliases=("qwen3_xml",),
         signs=("<function=",),
     ),
-    _json_format(
+    ToolFormat(
         "apriel",
-        "<tool_calls>",
-        "</tool_calls>",
+        _json_calls,
         _json_text("<tool_calls>[", ", ", "]</tool_calls>"),
+        ("<tool_calls>", "</tool_calls>"),
         signs=("<tool_calls>[",),
     ),
     HERMES,
-    _json_format(
+    ToolFormat(
         "nemotron_v2",
-        "<TOOLCALL>",
-        "</TOOLCALL>",
+        _json_calls,
         _json_text("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+        ("<TOOLCALL>", "</TOOLCALL>"),
     ),
-    _json_format(
+    ToolFormat(
         "minimax",
-        "<tool_calls>",
-        "</tool_calls>",
+        _json_calls,
         _json_text("<tool_calls>\n", "\n", "\n</tool_calls>"),
+        ("<tool_calls>", "</tool_calls>"),
         aliases=("minimax_m1",),
         signs=("<tool_calls>",),
     ),
-    _json_format(
+    ToolFormat(
         "cohere_command",
-        "<|START_ACTION|>",
-        "<|END_ACTION|>",
+        _json_calls,
         CallText(
             first="<|START_ACTION|>[\n    ",
             before_name='{"tool_call_id": "0", "tool_name": "',
@@ -433,24 +390,29 @@ TOOL_FORMATS = (
             separator=",\n    ",
             last="\n]<|END_ACTION|>",
         ),
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
     ),
-    _json_format("granite", "<|tool_call|>", "", _json_text("<|tool_call|>[", ", ", "]")),
-    _json_format(
+    ToolFormat(
+        "granite",
+        _json_calls,
+        _json_text("<|tool_call|>[", ", ", "]"),
+        ("<|tool_call|>",),
+    ),
+    ToolFormat(
         "gigachat31",
-        "<|function_call|>",
-        "",
+        _json_calls,
         CallText(
             before_name='<|function_call|>{"name": "',
             before_arguments='", "arguments": ',
             after="}",
             is_alone=True,
         ),
+        ("<|function_call|>",),
         aliases=("gigachat3",),
     ),
     ToolFormat(
         "apertus",
-        (),
-        lambda functions: KeyedCalls("<|tools_prefix|>", "<|tools_suffix|>"),
+        lambda form, functions: KeyedCalls(*form.markers),
         CallText(
             first="<|tools_prefix|>[",
             before_name='{"',
@@ -459,12 +421,11 @@ TOOL_FORMATS = (
             separator=", ",
             last="]<|tools_suffix|>",
         ),
-        markers=("<|tools_prefix|>", "<|tools_suffix|>"),
+        ("<|tools_prefix|>", "<|tools_suffix|>"),
     ),
     ToolFormat(
         "llama3_json",
-        ("llama3", "llama4_json"),
-        lambda functions: BareCalls(_PYTHON_TAG, functions),
+        lambda form, functions: BareCalls(*form.markers, functions),
         CallText(
             before_name='{"name": "',
             before_arguments='", "parameters": ',
@@ -472,13 +433,13 @@ TOOL_FORMATS = (
             separator="; ",
             has_marker=False,
         ),
-        markers=(_PYTHON_TAG,),
+        (_PYTHON_TAG,),
+        aliases=("llama3", "llama4_json"),
         signs=(_PYTHON_TAG, '"parameters": dictionary of argument name'),
     ),
-    _python_format(
+    ToolFormat(
         "lfm2",
-        "<|tool_call_start|>",
-        "<|tool_call_end|>",
+        _python_calls,
         CallText(
             first="<|tool_call_start|>[",
             before_name="",
@@ -488,12 +449,12 @@ TOOL_FORMATS = (
             last="]<|tool_call_end|>",
             arguments=_PYTHON,
         ),
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
         signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
-    _python_format(
+    ToolFormat(
         "gemma",
-        f"{_FENCE}tool_code",
-        _FENCE,
+        _python_calls,
         CallText(
             first=f"{_FENCE}tool_code\n",
             before_name="",
@@ -503,6 +464,7 @@ TOOL_FORMATS = (
             last=f"\n{_FENCE}",
             arguments=_PYTHON,
         ),
+        (f"{_FENCE}tool_code", _FENCE),
         aliases=("gemma3",),
         signs=(f"{_FENCE}tool_code",),
     ),

@@ -119,7 +119,7 @@ class TurnFormat:
             form = self.calls if forced else self.tools
             if not functions or form is None:
                 return _ContentReader()
-            return form.new_reader(functions)
+            return form.reader(form, functions)
 
         answer = new_answer()
         if self.reasoning is None or self.reasoning.is_closed(prompt):

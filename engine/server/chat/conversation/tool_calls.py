@@ -15,7 +15,7 @@ _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 class JsonCalls(CallReader, JsonReader):
     """JSON objects or lists of them between two tags; without an end tag, one of either."""
 
-    def __init__(self, start: str, end: str):
+    def __init__(self, start: str, end: str = ""):
         self._end = end
         super().__init__((start,), (end,) if end else ())
 
