@@ -74,7 +74,7 @@ class ContextOverflow(msgspec.Struct, frozen=True):
 class ErrorInfo(msgspec.Struct, frozen=True):
     """An error of one request, as sent between processes."""
 
-    #: One of _CODES.
+    #: One of `CODES`.
     code: str
     #: One line.
     message: str
@@ -86,28 +86,28 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     overflow: ContextOverflow | None = None
 
 
-#: All codes of request errors; `engine.server.http.errors` maps them to HTTP statuses.
-_CODES = (
-    "invalid_value",
-    "model_not_found",
-    "context_length_exceeded",
-    "unsupported_parameter",
-    "grammar_too_complex",
-    "queue_full",
-    "rate_limit",
-    "draining",
-    "loading",
-    "restarting",
-    "sleeping",
-    "busy",
-    "engine_dead",
-    "deadline_exceeded",
-    "deadline_unreachable",
-    "nan_logits",
-    "request_failed",
-    "request_quarantined",
-    "internal_error",
-)
+#: Code of a request error -> (HTTP status, seconds until a retry where none are known better).
+CODES: dict[str, tuple[int, float | None]] = {
+    "invalid_value": (400, None),
+    "model_not_found": (404, None),
+    "context_length_exceeded": (400, None),
+    "unsupported_parameter": (400, None),
+    "grammar_too_complex": (400, None),
+    "queue_full": (429, 1.0),
+    "rate_limit": (429, 1.0),
+    "draining": (503, 5.0),
+    "loading": (503, 5.0),
+    "restarting": (503, 5.0),
+    "sleeping": (503, None),
+    "busy": (503, 1.0),
+    "engine_dead": (503, 5.0),
+    "deadline_exceeded": (504, None),
+    "deadline_unreachable": (504, None),
+    "nan_logits": (500, None),
+    "request_failed": (500, None),
+    "request_quarantined": (400, None),
+    "internal_error": (500, None),
+}
 
 
 class RequestError(JitneyError):
@@ -121,7 +121,7 @@ class RequestError(JitneyError):
         param: str | None = None,
         retry_after: float | None = None,
     ):
-        assert code in _CODES, code
+        assert code in CODES, code
         super().__init__(message)
         self.info = ErrorInfo(code=code, message=message, param=param, retry_after=retry_after)
 

@@ -14,7 +14,13 @@ from msgspec import UNSET
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from jitney.engine.common.errors import ContextOverflow, ErrorInfo, JitneyError, RequestError
+from jitney.engine.common.errors import (
+    CODES,
+    ContextOverflow,
+    ErrorInfo,
+    JitneyError,
+    RequestError,
+)
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.http.answers import Maybe, ResponseModel
 
@@ -39,28 +45,8 @@ _ANTHROPIC_TYPES = {
 }
 #: The code of a request that is longer than the context.
 _TOO_LONG: Literal["context_length_exceeded"] = "context_length_exceeded"
-#: Request error code -> (status, the code shown, Retry-After in seconds when none is known).
-_CODES: dict[str, tuple[int, str | None, float | None]] = {
-    "invalid_value": (400, None, None),
-    "model_not_found": (404, None, None),
-    _TOO_LONG: (400, _TOO_LONG, None),
-    "unsupported_parameter": (400, "unsupported_parameter", None),
-    "grammar_too_complex": (400, "grammar_too_complex", None),
-    "queue_full": (429, "queue_full", 1.0),
-    "rate_limit": (429, "rate_limit", 1.0),
-    "draining": (503, "draining", 5.0),
-    "loading": (503, "loading", 5.0),
-    "restarting": (503, "restarting", 5.0),
-    "sleeping": (503, "sleeping", None),
-    "busy": (503, "busy", 1.0),
-    "engine_dead": (503, "engine_dead", 5.0),
-    "deadline_exceeded": (504, "deadline_exceeded", None),
-    "deadline_unreachable": (504, "deadline_unreachable", None),
-    "nan_logits": (500, "nan_logits", None),
-    "request_failed": (500, "request_failed", None),
-    "request_quarantined": (400, "request_quarantined", None),
-    "internal_error": (500, "internal_error", None),
-}
+#: Codes of request errors that clients do not see, as OpenAI has none there.
+_NOT_SHOWN = ("invalid_value", "model_not_found")
 #: Messages for errors of the router, by status.
 _ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
 #: Anthropic's routes, and those that both APIs have; what the paths of Ollama's begin with.
@@ -248,7 +234,8 @@ class ErrorReply:
 
 
 def _refusal(info: ErrorInfo, request_id: str) -> ErrorReply:
-    status, code, pause = _CODES[info.code]
+    status, pause = CODES[info.code]
+    code = None if info.code in _NOT_SHOWN else info.code
     if info.retry_after is not None:
         pause = info.retry_after
     headers = {} if pause is None else _retry_headers(pause)
@@ -266,7 +253,7 @@ def _retry_headers(pause_s: float) -> dict[str, str]:
 
 def status_of(code: str) -> int:
     """The HTTP status of a request's error, by its code."""
-    return _CODES.get(code, _CODES["internal_error"])[0]
+    return CODES.get(code, CODES["internal_error"])[0]
 
 
 def retry_after_s(headers: Mapping[str, str], default: float) -> float:
