@@ -9,16 +9,15 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from msgspec import UNSET
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.lru import LruCache
-from jitney.engine.common.slices import TimeSlices
 from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.models import FleetModel
 from jitney.engine.fleet.quotas import FleetQuotas
@@ -30,14 +29,10 @@ from jitney.engine.server import (
     ErrorReply,
     HttpError,
     ModelCard,
-    OpenRequests,
     Role,
+    ServerContext,
     ServerSettings,
-    Tracing,
 )
-
-if TYPE_CHECKING:
-    from jitney.engine.server import InternalRequests, Reload
 
 #: The route whose answers engines store, and the start of the paths about one such answer.
 _RESPONSES = "/v1/responses"
@@ -87,11 +82,13 @@ class _AnswerKeeper:
     replica: str
 
 
-class Fleet:
-    """The state that all routes share: models, counters, and whether requests are taken."""
+class Fleet(ServerContext):
+    """The state that all routes share: models, counters, and whether requests are taken. It has no
+    spans: it passes traceparent on, and engines attach their spans to it.
+    """
 
-    #: The fleet has no spans: it passes traceparent on, and engines attach their spans to it.
-    tracing: Tracing | None = None
+    metrics: FleetMetrics
+    quotas: FleetQuotas
 
     def __init__(
         self,
@@ -100,26 +97,17 @@ class Fleet:
         quotas: FleetQuotas | None = None,
         adapters: Mapping[str, str] = MappingProxyType({}),
     ):
+        super().__init__(ServerSettings())  # the endpoint's own are set when it is built
         self.quotas = quotas or FleetQuotas()
         #: Models by the names in requests.
         self.models = models
         #: Names of adapters -> the model whose engines hold them.
         self.adapters = adapters
         self.metrics = metrics
-        self.slices = TimeSlices()
-        #: Settings of the endpoint, set when it is built; its files, batches and jobs.
-        self.settings = ServerSettings()
-        self.internal_requests: InternalRequests | None = None
-        #: Rereads the configuration's files; None if it cannot.
-        self.reload: Reload | None = None
         #: (tenant, id) of an answer of /v1/responses that passed here -> the engine that stores it.
         self._keepers = LruCache[tuple[bytes, str], _AnswerKeeper](_MOST, lambda key: 1)
-        self.created = int(time.time())
-        self.openapi = b""
-        self.draining = False
         self.refusals = RefusalCounts()
         self._was_ready: set[str] = set()
-        self._open = OpenRequests()
 
     @property
     def replicas(self) -> dict[str, list[Replica]]:
@@ -137,10 +125,6 @@ class Fleet:
     @property
     def running_names(self) -> list[str]:
         return [name for name, model in self.models.items() if model.ready]
-
-    @property
-    def engine_info(self) -> None:
-        """See `ServerContext`."""
 
     def card(self, name: str) -> ModelCard:
         parent = self.adapters.get(name)
@@ -194,18 +178,6 @@ class Fleet:
             id = id_match[1].decode()
             self._keepers.put((request.tenant, id), _AnswerKeeper(request.model, replica))
 
-    def begin_drain(self) -> None:
-        """Refuse new requests from now on. Running requests continue, except jobs and batch lines,
-        which continue at the next start.
-        """
-        self.draining = True
-        if self.internal_requests is not None:
-            self.internal_requests.stop()
-
-    async def drained(self) -> None:
-        """Wait until no request is open."""
-        await self._open.until_idle()
-
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Count one open request. Raises RequestError while the fleet drains."""
@@ -226,17 +198,14 @@ class Fleet:
         return max(1, sum(ready.values()))
 
     @property
-    def body_limit(self) -> int | None:
-        """See `ServerContext`: by the longest context that an engine has reported."""
+    def longest_context(self) -> int:
+        """See `ServerContext`: as engines have reported it."""
         contexts = [
             replica.context_length or 0
             for replicas in self.replicas.values()
             for replica in replicas
         ]
-        longest = max(contexts, default=0)
-        if longest == 0:
-            return self.settings.server.body_limit or None
-        return self.settings.body_limit(longest)
+        return max(contexts, default=0)
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
         """See `ServerContext`: the page shows refusals by engines and by the fleet itself. Probes
@@ -245,20 +214,6 @@ class Fleet:
         route = context.route
         if route is not None and route.role is Role.USER and not route.is_probe:
             self.refusals.note(context.status)
-
-    @property
-    def most_of_key(self) -> int:
-        return self.quotas.max_concurrent
-
-    def trouble(self, code: str, cause: str) -> None:
-        """See `ServerContext`. A fleet has no list of incidents, only its log."""
-
-    def check_background(self) -> None:
-        """See `ServerContext`: an engine without a background class refuses each line itself."""
-
-    def opening(self, key: str) -> AbstractContextManager[None]:
-        """See `ServerContext`: the route counts open requests itself (`FleetQuotas.holding`)."""
-        return nullcontext()
 
     def unready(self) -> RequestError | None:
         """The reason why no request can be answered now, or None."""
@@ -272,9 +227,6 @@ class Fleet:
     def unready_models(self) -> list[str]:
         """Models whose requests are refused now, since none of their engines is ready."""
         return [name for name, model in self.models.items() if not model.ready]
-
-    def stalled(self) -> None:
-        """Always None: engines that do not answer are not ready."""
 
     def unstarted(self) -> RequestError | None:
         """None once every model has been ready."""

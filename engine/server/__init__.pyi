@@ -38,13 +38,11 @@ from .http.jsonio import read_object as read_object
 from .http.listen import listen as listen
 from .http.middleware import HeaderLimits as HeaderLimits
 from .http.model_cards import ModelCard as ModelCard
-from .http.open_requests import OpenRequests as OpenRequests
 from .http.openapi import document as document
 from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
 from .http.reload import AdapterNews as AdapterNews
 from .http.reload import FileNews as FileNews
-from .http.reload import Reload as Reload
 from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import at_a_start_only as at_a_start_only
 from .http.reloader import hang_up as hang_up
@@ -54,6 +52,7 @@ from .http.routing import HttpRoute as HttpRoute
 from .http.routing import Role as Role
 from .http.routing import RouteTable as RouteTable
 from .http.routing import route_path as route_path
+from .http.server_context import ServerContext as ServerContext
 from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings
 from .http.streaming import StreamingResponse as StreamingResponse

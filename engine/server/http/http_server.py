@@ -16,13 +16,14 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import ServerSection
 from jitney.engine.server.http.disk_watch import watch_disks
 from jitney.engine.server.http.listen import AcceptedKeys, base_url, check_tls, listen
-from jitney.engine.server.http.reloader import FreshSettings, Reloader, ReloadHost
+from jitney.engine.server.http.reloader import FreshSettings, Reloader
 from jitney.engine.server.http.web_server import FAREWELL_S, limits, web_server
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
+    from jitney.engine.server.http.server_context import ServerContext
     from jitney.engine.server.http.settings import ServerSettings
 
 _log = logging.getLogger("jitney")
@@ -80,7 +81,7 @@ class HttpServer:
 
     def reloads(
         self,
-        host: ReloadHost,
+        host: ServerContext,
         read: Callable[[], FreshSettings],
         on_taken: Callable[[JsonDict, tuple[str, ...]], None] | None = None,
     ) -> Reloader:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
@@ -25,15 +25,8 @@ from jitney.engine.server.http.listen import AcceptedKeys, check_tls, load_certi
 if TYPE_CHECKING:
     from jitney.engine.server.http.access import ApiKeys
     from jitney.engine.server.http.connections import Connections
-    from jitney.engine.server.http.reload import (
-        AdapterNews,
-        FileNews,
-        KeyNews,
-        Reload,
-        ReloadAnswer,
-    )
-    from jitney.engine.server.http.settings import ServerSettings
-    from jitney.engine.server.tasks.service import InternalRequests
+    from jitney.engine.server.http.reload import AdapterNews, FileNews, KeyNews, ReloadAnswer
+    from jitney.engine.server.http.server_context import ServerContext
 
 _log = logging.getLogger("jitney")
 
@@ -79,23 +72,6 @@ def at_a_start_only(
     return sorted(name for name in names if fresh[name] != before[name])
 
 
-class _Limits(Protocol):
-    """Limits of each key."""
-
-    def limit(self, max_concurrent: int, tokens_per_minute: int) -> None: ...
-
-
-class ReloadHost(Protocol):
-    """The server behind the endpoint: an engine's, or a fleet's."""
-
-    settings: ServerSettings
-    internal_requests: InternalRequests | None
-    reload: Reload | None
-
-    @property
-    def quotas(self) -> _Limits: ...
-
-
 @dataclass(frozen=True, slots=True)
 class FreshSettings:
     """A configuration that was read again and is sound."""
@@ -121,7 +97,8 @@ class Reloader:
     read: Callable[[], FreshSettings]
     keys: ApiKeys
     connections: Connections
-    host: ReloadHost
+    #: The server behind the endpoint.
+    host: ServerContext
     #: TLS of the listening socket; None: it speaks none.
     tls: Callable[[], ssl.SSLContext | None]
     #: Called with the settings in effect that can change, by name, and the administrators' keys.

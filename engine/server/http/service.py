@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from importlib.metadata import version
@@ -15,7 +14,6 @@ from msgspec import UNSET
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
-from jitney.engine.common.slices import TimeSlices
 from jitney.engine.config import ConfigReport
 from jitney.engine.server.chat.model_text import ModelText, ModelTurns
 from jitney.engine.server.chat.responses.store import ResponseStore
@@ -23,8 +21,8 @@ from jitney.engine.server.http.disconnect import until
 from jitney.engine.server.http.errors import ErrorReply, HttpError, retry_after_s
 from jitney.engine.server.http.metrics import ServerMetrics
 from jitney.engine.server.http.model_cards import ModelCard
-from jitney.engine.server.http.open_requests import OpenRequests
 from jitney.engine.server.http.quotas import Quotas, RetryTimes
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.process.client import EngineClient
 
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     from jitney.engine.config import ResolvedConfig
     from jitney.engine.core import Tokenizer
     from jitney.engine.server.http.context import Context
-    from jitney.engine.server.http.reload import Reload
-    from jitney.engine.server.http.tracing import Tracing
-    from jitney.engine.server.tasks.service import InternalRequests
 
 _log = logging.getLogger("jitney.api")
 
@@ -42,8 +37,11 @@ _log = logging.getLogger("jitney.api")
 _MOST_READ, _LEAST_RETRY_S = 64, 1.0
 
 
-class Service:
+class Service(ServerContext):
     """One served model. It is loading until the tokenizer is set."""
+
+    metrics: ServerMetrics
+    quotas: Quotas
 
     def __init__(
         self,
@@ -52,25 +50,18 @@ class Service:
         settings: ServerSettings,
         model_name: str,
     ):
+        super().__init__(settings)
         self.client = client
         self.tokenizer = tokenizer
-        self.settings = settings
         #: Names that requests may use for the model; answers use the first.
         self.model_names = settings.server.served_model_name or (model_name,)
-        self.created = int(time.time())
-        #: The document of the routes, JSON.
-        self.openapi = b""
-        self.draining = False
         self.metrics = ServerMetrics(self)
         server = settings.server
         self.quotas = Quotas(server.key_max_concurrent, server.key_tokens_per_minute)
-        #: Shares the event loop's time between long answers.
-        self.slices = TimeSlices()
         #: Stored responses of /v1/responses.
         self.responses = ResponseStore(
             server.responses_kept, server.responses_bytes, server.responses_ttl_s
         )
-        self._open = OpenRequests()
         # Retry times of requests that were refused unread.
         self._returns = RetryTimes()
         self._drain_begun = asyncio.Event()
@@ -78,14 +69,8 @@ class Service:
         self.text = ModelText(self.ready, settings)
         #: The model's chat format.
         self.turns = ModelTurns(self.ready, settings, self.text)
-        #: Makes spans for OpenTelemetry; None: it is off.
-        self.tracing: Tracing | None = None
         #: The settings, and the origin of each; None: not known.
         self.resolved: ResolvedConfig | None = None
-        #: Files and batches of requests, and jobs; None until the application is made.
-        self.internal_requests: InternalRequests | None = None
-        #: Reloads the files of the configuration; None where that is not possible.
-        self.reload: Reload | None = None
 
     @property
     def model_name(self) -> str:
@@ -140,20 +125,13 @@ class Service:
         return model if model and self.adapter_number(model) else self.model_name
 
     def begin_drain(self) -> None:
-        """Refuse new requests; open ones go on, jobs and batches at the next start."""
-        self.draining = True
+        super().begin_drain()
         self._drain_begun.set()
-        if self.internal_requests is not None:
-            self.internal_requests.stop()
 
     async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work until a drain begins, which raises RequestError `draining`."""
         if await until(self._drain_begun.wait(), work):
             raise RequestError("the server is shutting down", code="draining")
-
-    async def drained(self) -> None:
-        """Wait until no generation request is open."""
-        await self._open.until_idle()
 
     def close(self) -> None:
         """Release the threads; a tokenisation that still runs is not waited for."""
@@ -201,10 +179,6 @@ class Service:
     def internal_seats(self) -> int:
         info, _ = self.ready()
         return info.sizes.seats
-
-    @property
-    def most_of_key(self) -> int:
-        return self.quotas.max_concurrent
 
     def trouble(self, code: str, cause: str) -> None:
         """See `ServerContext`: an incident on the page."""
@@ -286,9 +260,6 @@ class Service:
         return info
 
     @property
-    def body_limit(self) -> int | None:
-        """See `ServerContext`: known once the engine has been ready."""
+    def longest_context(self) -> int:
         info = self.client.info
-        if info is None:
-            return self.settings.server.body_limit or None
-        return self.settings.body_limit(info.model.context_length)
+        return 0 if info is None else info.model.context_length
