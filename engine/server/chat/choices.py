@@ -144,7 +144,7 @@ class PromptEcho:
     def blank(cls, request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
         """An empty echo with the requested scores; `logprobs` are a prompt's only with `echo`."""
         shown = _scores(request.top_logprobs if request.echo else None)
-        return cls("", TokenList(prompt.ids, [], shown), _scores(request.prompt_logprobs))
+        return cls("", TokenList(prompt.ids, [], shown), _scores(request.body.prompt_logprobs))
 
     def fill(
         self, tokenizer: TokenBytes, request: GenerationRequest, prompt: EncodedPrompt

@@ -60,7 +60,7 @@ class GenerationAnswer:
         _, tokenizer = self.service.ready()
         async with Generation(self.service, self.request, context) as generation:
             format = self.format(generation, tokenizer)
-            if self.request.stream:
+            if self.request.body.stream:
                 writer = StreamingWriter.of(scope, send)
                 await self._stream(generation, format, context.request_id, writer)
             else:

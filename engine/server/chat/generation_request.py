@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.server.chat.conversation.thoughts import AssistantParser
+from jitney.engine.server.chat.schema import GenerationBody
 
 
 @dataclass(slots=True)
@@ -32,17 +33,8 @@ class GenerationRequest:
     engine_requests: list[EngineRequest]
     #: sampling.n sequences are generated per prompt.
     sampling: SamplingParams
-    #: Choices returned per prompt.
-    n: int
-    #: The answer is streamed.
-    stream: bool
-    #: A stream ends with a chunk that has the usage; every chunk has it.
-    include_usage: bool
-    continuous_usage: bool
-    #: Token ids are returned with the text.
-    return_token_ids: bool
-    #: Alternatives shown per token of the prompt; None for no log-probabilities of them.
-    prompt_logprobs: int | None
+    #: Its fields say how the answer is written.
+    body: GenerationBody
     #: Alternatives shown per token; None for no log-probabilities.
     top_logprobs: int | None
     #: Whether the answer begins with the prompt.
@@ -59,8 +51,6 @@ class GenerationRequest:
     must_call: bool = False
     #: Names of the tools that take a text.
     custom_names: frozenset[str] = frozenset()
-    #: Log-probabilities name tokens by their ids.
-    tokens_as_ids: bool = False
     #: Whether thoughts are shown.
     shows_reasoning: bool = True
     #: Most prompts that are in the engine at a time; None: all.

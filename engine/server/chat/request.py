@@ -365,7 +365,6 @@ class RequestBuilder[B: GenerationBody]:
         for number, prompt in enumerate(prompts):
             engine_requests.append(_for_prompt(request, number, prompt.ids, info, kind))
             yield
-        options = body.stream_options
         return GenerationRequest(
             id=kind.id_prefix + (body.request_id or request.id),
             created=int(time.time()),
@@ -373,13 +372,7 @@ class RequestBuilder[B: GenerationBody]:
             prompts=prompts,
             engine_requests=engine_requests,
             sampling=sampling,
-            n=body.n or 1,
-            stream=bool(body.stream),
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.continuous_usage_stats),
-            return_token_ids=bool(body.return_token_ids),
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
-            prompt_logprobs=body.prompt_logprobs,
+            body=body,
             top_logprobs=None,
         )
 

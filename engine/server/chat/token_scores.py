@@ -52,7 +52,7 @@ def id_text(token: int) -> str:
 class TokenScores:
     """Writes the log-probabilities of tokens. as_ids: the tokens are named by their ids."""
 
-    def __init__(self, tokenizer: TokenBytes, *, as_ids: bool):
+    def __init__(self, tokenizer: TokenBytes, *, as_ids: bool | None):
         def spelling(token: int) -> tuple[str, list[int]]:
             data = tokenizer.token_bytes(token)
             text = id_text(token) if as_ids else data.decode(errors="replace")

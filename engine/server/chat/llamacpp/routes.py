@@ -186,7 +186,7 @@ class _InfillFormat(Format):
         yield ErrorReply.of(error, request_id).event()
 
     def _piece(self, choice: Choice, delta: ChoiceDelta) -> InfillAnswer:
-        tokens = delta.tokens.ids if self.request.return_token_ids else []
+        tokens = delta.tokens.ids if self.request.body.return_token_ids else []
         return InfillAnswer(index=choice.index, content=delta.text, tokens=tokens)
 
     def _last(self, choice: Choice, delta: ChoiceDelta) -> InfillAnswer:

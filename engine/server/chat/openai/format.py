@@ -59,6 +59,12 @@ class _OpenAIFormat[C](Format):
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
         self._token_bytes = tokenizer.token_bytes
+        body = self.request.body
+        self._returns_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        #: A stream ends with a chunk that has the usage; every chunk has it.
+        self._ends_with_usage = bool(options and options.include_usage)
+        self._repeats_usage = bool(options and options.continuous_usage_stats)
 
     def whole(self) -> Pieces:
         return in_pieces(self._answer())
@@ -67,7 +73,7 @@ class _OpenAIFormat[C](Format):
         raise NotImplementedError
 
     def tail(self) -> Pieces:
-        if self.request.include_usage:
+        if self._ends_with_usage:
             yield from self._frame([], Usage.of(self.generation))
         yield _DONE
 
@@ -81,15 +87,15 @@ class _OpenAIFormat[C](Format):
     def _frame(self, choices: list[C], usage: Usage | None = None) -> Iterator[bytes]:
         """usage: of the last one."""
         shown: Maybe[Usage | None] = UNSET
-        if self.request.continuous_usage:
+        if self._repeats_usage:
             shown = Usage.of(self.generation)
-        elif self.request.include_usage:
+        elif self._ends_with_usage:
             shown = usage
         return self.event(self._chunk(choices, shown))
 
     def _best(self) -> list[Choice]:
         """The choices to return; with best_of > n those of highest mean log-probability."""
-        n, made = self.request.n, self.request.sampling.n
+        n, made = self.request.body.n or 1, self.request.sampling.n
         if made == n:
             return self.generation.choices
         best: list[Choice] = []
@@ -123,7 +129,7 @@ class _OpenAIFormat[C](Format):
         return PromptLogprob(finite(logprob), rank, text)
 
     def _token_ids(self, tokens: TokenList) -> Maybe[list[int]]:
-        return tokens.ids if self.request.return_token_ids else UNSET
+        return tokens.ids if self._returns_ids else UNSET
 
 
 class CompletionFormat(_OpenAIFormat[CompletionChoice]):
@@ -131,7 +137,7 @@ class CompletionFormat(_OpenAIFormat[CompletionChoice]):
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
-        token_bytes, as_ids = tokenizer.token_bytes, self.request.tokens_as_ids
+        token_bytes, as_ids = tokenizer.token_bytes, self.request.body.return_tokens_as_token_ids
         self._texts = PerToken(id_text if as_ids else lambda token: _key_text(token_bytes(token)))
 
     def _answer(self) -> CompletionAnswer:
@@ -185,7 +191,7 @@ class CompletionFormat(_OpenAIFormat[CompletionChoice]):
                 tokens.extend(echo.tokens)
             tokens.extend(delta.tokens, shift=len(echo.text))
             shown.logprobs = self._logprobs(tokens)
-        if self.request.return_token_ids and first:
+        if self._returns_ids and first:
             shown.prompt_token_ids = choice.engine_request.prompt
         return shown
 
@@ -217,7 +223,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
 
     def __init__(self, generation: Generation, tokenizer: TokenBytes):
         super().__init__(generation, tokenizer)
-        self._scores = TokenScores(tokenizer, as_ids=self.request.tokens_as_ids)
+        self._scores = TokenScores(tokenizer, as_ids=self.request.body.return_tokens_as_token_ids)
 
     def _answer(self) -> ChatAnswer:
         answer = ChatAnswer(
@@ -228,7 +234,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
             usage=Usage.of(self.generation),
             prompt_logprobs=self._prompt_logprobs(0),
         )
-        if self.request.return_token_ids:
+        if self._returns_ids:
             answer.prompt_token_ids = self.request.prompts[0].ids
         return answer
 
@@ -274,7 +280,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
         index = choice.index
         parts = [] if choice.started else [self._opening(choice)]
         said = [_delta(event) for event in self._shown(delta.events)]
-        shows_tokens = self.request.top_logprobs is not None or self.request.return_token_ids
+        shows_tokens = self.request.top_logprobs is not None or self._returns_ids
         if delta.tokens and shows_tokens and not said:
             said.append(ChatDelta(content=""))
         more = [ChatChunkChoice(index=index, delta=each) for each in said]
@@ -297,7 +303,7 @@ class ChatFormat(_OpenAIFormat[ChatChunkChoice]):
         part = ChatChunkChoice(
             index=choice.index, delta=ChatDelta(role="assistant", content=content)
         )
-        if self.request.return_token_ids:
+        if self._returns_ids:
             part.prompt_token_ids = choice.engine_request.prompt
         return part
 

@@ -56,7 +56,7 @@ class ResponsesFormat(Format):
         self._keep_response = keep
         scores = None
         if self.request.top_logprobs is not None:
-            scores = TokenScores(tokenizer, as_ids=self.request.tokens_as_ids)
+            scores = TokenScores(tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._output = Output(scores, body.call_forms)
         self._sequence = 0
         #: Reason for its end; None while it goes on.

@@ -26,7 +26,8 @@ class _Item(Part):
 
     def shown(self) -> JsonDict:
         """The item as it is stored and listed, without its id."""
-        raise NotImplementedError
+        fields = self.model_dump(exclude={"id"}, exclude_none=True)
+        return fields | {"status": self.status or "completed"}
 
     @property
     def replaced(self) -> tuple[str, ...]:
@@ -70,15 +71,6 @@ class FunctionCallItem(_Item):
     arguments: str
     namespace: Label | None = None
 
-    def shown(self) -> JsonDict:
-        return {
-            "type": "function_call",
-            "status": self.status or "completed",
-            "call_id": self.call_id,
-            "name": self.name,
-            "arguments": self.arguments,
-        } | _namespace(self.namespace)
-
 
 class CustomCallItem(_Item):
     """The model called a custom tool. namespace: of the tool."""
@@ -88,15 +80,6 @@ class CustomCallItem(_Item):
     name: _CallId
     input: str
     namespace: Label | None = None
-
-    def shown(self) -> JsonDict:
-        return {
-            "type": "custom_tool_call",
-            "status": self.status or "completed",
-            "call_id": self.call_id,
-            "name": self.name,
-            "input": self.input,
-        } | _namespace(self.namespace)
 
 
 class CallOutputItem(_Item):
@@ -111,12 +94,7 @@ class CallOutputItem(_Item):
         return self.output.replaced
 
     def shown(self) -> JsonDict:
-        return {
-            "type": self.type,
-            "status": self.status or "completed",
-            "call_id": self.call_id,
-            "output": self.output.text,
-        }
+        return super().shown() | {"output": self.output.text}
 
 
 class _Thought(Part):
@@ -222,10 +200,6 @@ def hosted_output(item: JsonDict) -> JsonDict | None:
     output = item.get(field) or ""
     text = output if isinstance(output, str) else orjson.dumps(output).decode()
     return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
-
-
-def _namespace(name: str | None) -> JsonDict:
-    return {} if name is None else {"namespace": name}
 
 
 AnyItem = (

@@ -71,12 +71,7 @@ class CustomTool(CustomFields):
     defer_loading: bool | None = None
 
     def shown(self) -> JsonDict:
-        shown: JsonDict = {"type": "custom", "name": self.name}
-        if self.description is not None:
-            shown["description"] = self.description
-        if self.format is not None:
-            shown["format"] = self.format.model_dump(exclude_none=True)
-        return shown
+        return self.model_dump(exclude={"defer_loading"}, exclude_none=True)
 
 
 _Own = FunctionTool | CustomTool
