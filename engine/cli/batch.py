@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jitney.engine.common.display import make_display
-from jitney.engine.common.errors import EngineDead
 from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.terminal import progress_reporter, say
 from jitney.engine.config import Command, Config, Flag, FlagGroup
-from jitney.engine.server import Equipment
+from jitney.engine.server import Equipment, until
 
 if TYPE_CHECKING:
     from jitney.engine.server import OfflineBatch, ProcessClient, Service
@@ -75,21 +74,9 @@ async def _answer_all(config: Config, work: OfflineBatch) -> None:
         stack.callback(service.close)
         _, info = await equipment.equip(service, source)
         display.close()
-        await _unless_dead(client, _run(work, service, info.sizes.seats + _SPARE))
-
-
-async def _unless_dead(client: ProcessClient, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it ends or the engine is dead. Raises EngineDead."""
-    working = asyncio.create_task(work)
-    dead = asyncio.create_task(client.until("dead"))
-    await asyncio.wait((working, dead), return_when=asyncio.FIRST_COMPLETED)
-    dead.cancel()
-    if working.done():
-        return working.result()
-    working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
-    await client.wait_ready()  # raises the reason
-    raise EngineDead("the engine is gone")
+        running = _run(work, service, info.sizes.seats + _SPARE)
+        if await until(client.until("dead"), running):
+            await client.wait_ready()  # raises the reason
 
 
 def _service(config: Config, client: ProcessClient, model_name: str) -> Service:

@@ -22,6 +22,7 @@ from .http.context import Context as Context
 from .http.context import Notes as Notes
 from .http.cross_site import cors as cors
 from .http.cross_site import refuse_other_sites as refuse_other_sites
+from .http.disconnect import until as until
 from .http.disconnect import until_disconnect as until_disconnect
 from .http.edge import application as application
 from .http.errors import ErrorForm as ErrorForm

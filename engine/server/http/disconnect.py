@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.types import Receive
+if TYPE_CHECKING:
+    from starlette.types import Receive
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
@@ -16,7 +17,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
     return await until(_disconnected(receive), work)
 
 
-async def until(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]) -> bool:
+async def until(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, object]) -> bool:
     """Run `work`, cancelling it if `end` comes first (True). Raises the errors of `work`."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(end)

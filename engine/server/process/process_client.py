@@ -16,6 +16,7 @@ from jitney.engine.common.history import History
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.records import step_of
 from jitney.engine.common.requests import EngineRequest
+from jitney.engine.server.http.disconnect import until
 from jitney.engine.server.process.client import OutputListener
 from jitney.engine.server.process.faults import Blocklist, CoreEnd, CrashBlame
 from jitney.engine.server.process.link import CoreLink
@@ -262,15 +263,7 @@ class ProcessClient(CoreSupervisor):
             return
         if self._ready_link is not None:
             drain.announce(self._ready_link)
-        ends = [
-            asyncio.create_task(drain.finished.wait()),
-            asyncio.create_task(self.until("dead")),
-        ]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in ends:
-                task.cancel()
+        await until(self.until("dead"), drain.finished.wait())
 
     async def page_map(self) -> messages.SeatMap:
         return await self.seat_map(seats=False)
