@@ -11,7 +11,17 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 
 
-class Arrival(msgspec.Struct, frozen=True):
+#: Field -> its name in a file.
+_NAMES = {
+    "at": "t",
+    "n_prompt": "in",
+    "n_output": "out",
+    "n_shared": "shared",
+    "n_cached": "cached",
+}
+
+
+class Arrival(msgspec.Struct, frozen=True, rename=_NAMES):
     """A request of a trace."""
 
     #: Seconds from the start.
@@ -49,38 +59,15 @@ class Arrival(msgspec.Struct, frozen=True):
         )
 
 
-class TraceLine(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    rename={
-        "at": "t",
-        "n_prompt": "in",
-        "n_output": "out",
-        "n_shared": "shared",
-        "n_cached": "cached",
-    },
-):
-    """A line of a trace file; only recordings have the fields after `n_shared`."""
+class TraceLine(Arrival, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A line of a trace file; only recordings have `n_cached` and the fields here."""
 
-    #: The first seven as in `Arrival`.
-    at: float
-    n_prompt: int
-    n_output: int
-    tenant: str = ""
-    priority: int = 0
-    conversation: int = 0
-    n_shared: int = 0
     #: Seconds from arrival to seat, first token and end; None: never, or not measured.
     queue_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
     #: A FinishReason.
     finish: str | None = None
-    #: Prompt tokens found in the prefix cache.
-    n_cached: int = 0
     #: What answered; on the first line, and where it changes.
     model: str = ""
     device: str = ""
