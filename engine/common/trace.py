@@ -10,7 +10,6 @@ import msgspec
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 
-
 #: Field -> its name in a file.
 _NAMES = {
     "at": "t",

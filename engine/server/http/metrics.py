@@ -274,14 +274,10 @@ class _EngineCollector(Collector):
             yield from part(client)
 
 
-def _gauges(client: EngineClient) -> Iterator[Metric]:
-    for name, (text, read) in _GAUGES.items():
-        yield _gauge(name, text, read(client))
-
-
-def _counters(client: EngineClient) -> Iterator[Metric]:
-    for name, (text, read) in _COUNTERS.items():
-        yield CounterMetricFamily(f"jitney_{name}", text, read(client))
+def _numbers(client: EngineClient) -> Iterator[Metric]:
+    for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, (text, read) in table.items():
+            yield kind(f"jitney_{name}", text, read(client))
 
 
 def _labelled(client: EngineClient) -> Iterator[Metric]:
@@ -316,14 +312,10 @@ def _device(client: EngineClient) -> Iterator[Metric]:
     """Metrics of the device; unknown values have no sample."""
     use = DeviceUse.of(client.info, client.history.records, time.monotonic())
     for name, (text, value) in _DEVICE.items():
-        family = GaugeMetricFamily(f"jitney_device_{name}", text, labels=())
-        number = value(use)
-        if number is not None:
-            family.add_metric((), number)
-        yield family
+        yield _gauge(f"device_{name}", text, value(use))
 
 
-_PARTS = (_gauges, _counters, _labelled, _build, _histograms, _device)
+_PARTS = (_numbers, _labelled, _build, _histograms, _device)
 
 
 def _step_seconds(client: EngineClient) -> Metric:
@@ -399,12 +391,12 @@ class _VllmNames(Collector):
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        metric = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-        metric.add_metric([self._service.model_name], value)
-        return metric
+        return self._named(GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"]), value)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        metric = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        return self._named(CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"]), value)
+
+    def _named(self, metric: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         metric.add_metric([self._service.model_name], value)
         return metric
 
@@ -418,7 +410,7 @@ class _VllmNames(Collector):
         return metric
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
+def _gauge(name: str, text: str, value: float | None) -> Metric:
     return GaugeMetricFamily(f"jitney_{name}", text, value)
 
 
