@@ -219,22 +219,22 @@ def kind_of(value: JsonValue) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def text_content(value: JsonValue, kinds: tuple[str, ...] = ("text",)) -> str | None:
-    """Content as one string, parts joined by line breaks. kinds: the route's names of parts."""
+def text_content(value: JsonValue) -> str | None:
+    """Content as one string, parts joined by line breaks."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string or a list of text parts")
-    return "\n".join(_text_part(index, part, kinds) for index, part in enumerate(value))
+    return "\n".join(_text_part(index, part) for index, part in enumerate(value))
 
 
-def _text_part(index: int, part: JsonValue, kinds: tuple[str, ...]) -> str:
+def _text_part(index: int, part: JsonValue) -> str:
     kind = kind_of(part)
     if kind in _MEDIA_PARTS:
         raise unsupported(f"part {index}: this model reads text only")
     text = part.get("text") if isinstance(part, dict) else None
-    if kind not in kinds or not isinstance(text, str):
-        raise ValueError(f'part {index} must be {{"type": "{kinds[0]}", "text": string}}')
+    if kind != "text" or not isinstance(text, str):
+        raise ValueError(f'part {index} must be {{"type": "text", "text": string}}')
     return text
 
 

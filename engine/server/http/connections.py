@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from jitney.engine.common.machine import descriptor_limit
 from jitney.engine.server.http.settings import ServerSettings
 
 _log = logging.getLogger("jitney.api")
@@ -24,6 +25,10 @@ _log = logging.getLogger("jitney.api")
 _MOST_BYTES = 64 << 20
 #: Connections beyond `max_connections`, refused but for probes; of more the oldest is closed.
 SPARE = 64
+#: Descriptors reserved for logs, libraries, listening sockets, files and webhooks.
+_OWN_FILES = 128
+#: Connections accepted in one turn of the loop, and turns until a refused one is closed.
+ACCEPTED_AT_ONCE, _TURNS = 16, 5
 #: Seconds that a client has for the head of its request while others need its place.
 _GRACE_S = 1.0
 #: Most seconds between two checks of the connections.
@@ -214,3 +219,19 @@ class Connections:
 def _may_go(connection: _Connection) -> bool:
     """Whether it may be closed: no bytes are unsent and none are unread."""
     return not connection.waiting and not connection.has_unread
+
+
+def connections_within(connections: int, limit: int | None = None) -> int:
+    """Connections that the limit of open files (None: this process's) allows; warns if fewer."""
+    if limit is None:
+        limit = descriptor_limit()
+    possible = max(1, limit - _OWN_FILES - SPARE - _TURNS * ACCEPTED_AT_ONCE)
+    if possible >= connections:
+        return connections
+    logging.getLogger("jitney").warning(
+        "only %d files may be open (ulimit -Hn): at most %d connections instead of %d",
+        limit,
+        possible,
+        connections,
+    )
+    return possible

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 from jitney.engine.common.key_file import read_key_file
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import ServerSection
-from jitney.engine.server.http.descriptors import (
-    ACCEPTED_AT_ONCE,
-    connections_within,
-)
+from jitney.engine.server.http.connections import ACCEPTED_AT_ONCE, connections_within
 from jitney.engine.server.http.listen import AcceptedKeys
 
 if TYPE_CHECKING:

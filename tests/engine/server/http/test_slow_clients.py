@@ -27,8 +27,7 @@ from jitney.engine.common.key_file import digest_key
 from jitney.engine.common.machine import raise_descriptor_limit
 from jitney.engine.server.http import connections as connections_module
 from jitney.engine.server.http import protocol
-from jitney.engine.server.http.connections import Connections
-from jitney.engine.server.http.descriptors import connections_within
+from jitney.engine.server.http.connections import Connections, connections_within
 from jitney.engine.server.http.listen import listen
 from jitney.engine.server.http.settings import ServerSettings
 
