@@ -48,7 +48,8 @@ async def _create_batch(server: ServerContext, request: Request) -> Response:
     tasks.check_endpoint(body.endpoint)
     keeper, runner = await tasks.keeper(), await tasks.runner()
     server.check_background()
-    _check_webhook(server, body.webhook_url, "metadata.webhook_url")
+    limits = server.settings.server
+    check_webhook_url(limits.webhook_prefixes, body.webhook_url, "metadata.webhook_url")
     created_at = int(time.time())
     batch = Batch(
         id=new_id(Batch.ID_PREFIX),
@@ -61,7 +62,7 @@ async def _create_batch(server: ServerContext, request: Request) -> Response:
         created_at=created_at,
         expires_at=created_at + window_s(body.completion_window),
     )
-    await keeper.do(batch_rows.add, batch, server.settings.server)
+    await keeper.do(batch_rows.add, batch, limits)
     runner.begin(batch)
     return json_answer(batch.shown(BatchAnswer))
 
@@ -73,8 +74,8 @@ async def _create_job(server: ServerContext, request: Request) -> Response:
     if body.body.get("stream"):
         raise RequestError("a job has no stream; see /v1/jobs/{job_id}/events", param="body.stream")
     keeper, runner = await tasks.keeper(), await tasks.runner()
-    url = body.webhook_url or ""
-    _check_webhook(server, url, "webhook_url")
+    url, limits = body.webhook_url or "", server.settings.server
+    check_webhook_url(limits.webhook_prefixes, url, "webhook_url")
     created_at = int(time.time())
     job = Job(
         id=new_id("job_"),
@@ -88,7 +89,7 @@ async def _create_job(server: ServerContext, request: Request) -> Response:
     stored = await keeper.do(
         job_rows.add,
         job,
-        server.settings.server,
+        limits,
         body=orjson.dumps(body.body),
         repeat_key=_repeat_key(request),
         digest=_digest(body),
@@ -105,10 +106,6 @@ async def _body[B: BaseModel](server: ServerContext, request: Request, kind: typ
     ignored = [name for name in raw if name not in kind.model_fields]
     Context.of(request).notes.ignored.extend(ignored)
     return body
-
-
-def _check_webhook(server: ServerContext, url: str, param: str) -> None:
-    check_webhook_url(server.settings.server.webhook_prefixes, url, param)
 
 
 def _repeat_key(request: Request) -> str | None:

@@ -109,7 +109,7 @@ async def _continued(
 def _builder(
     service: Service, body: OllamaChatBody | OllamaGenerateBody, context: Context
 ) -> RequestBuilder[GenerationBody]:
-    model = _served_name(service, body)
+    model = _served_name(service, body.model)
     body.note_context(service.info.model.context_length, context.notes)
     return RequestBuilder(service, body.generation(model), context)
 
@@ -126,15 +126,14 @@ def _loaded(
     service: Service, body: OllamaBody, format: type[ChatFormat | GenerateFormat]
 ) -> ASGIApp:
     """The answer to a request that only loads the model."""
-    _served_name(service, body)
+    _served_name(service, body.model)
     answer = format.answer(body.model or service.model_name, OllamaMessage())
     answer.done, answer.done_reason = True, "load"
     return json_answer(answer)
 
 
-def _served_name(service: Service, body: OllamaBody | OllamaShowBody) -> str | None:
-    """The model that a body names, as it is served, or None. Raises HttpError for others."""
-    name = body.named
+def _served_name(service: Service, name: str | None) -> str | None:
+    """A named model as it is served; None: none is named. Raises HttpError for others."""
     if name is not None and name not in service.listed_names:
         name = without_tag(name)
     service.check_model(name)
@@ -164,7 +163,7 @@ async def _vectors(
 ) -> GenerationRequest:
     """cuts: of longer texts the beginning is read, else they are refused."""
     info, tokenizer = service.ready()
-    shared = GenerationBody(model=_served_name(service, body))
+    shared = GenerationBody(model=_served_name(service, body.model))
     builder = RequestBuilder(service, shared, context)
     if not cuts:
         return await builder.embeddings(texts)
@@ -185,7 +184,7 @@ async def _tags(server: ServerContext, request: Request) -> Response:
 
 async def _show(service: Service, request: Request) -> Response:
     body = await read_body(service, request, OllamaShowBody)
-    name = _served_name(service, body)
+    name = _served_name(service, body.model or body.name)
     info, tokenizer = service.ready()
     parent = service.model_name if service.adapter_number(name) else ""
     return json_answer(described(info, tokenizer, service.turns.format, service.created, parent))

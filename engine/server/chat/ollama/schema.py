@@ -107,11 +107,6 @@ class OllamaBody(ModelBody):
         ignored = [f"options.{name}" for name in self.options.ignored()]
         return ignored if self.keep_alive is None else [*ignored, "keep_alive"]
 
-    @property
-    def named(self) -> str | None:
-        """The model; None: the served one."""
-        return self.model
-
     def note_context(self, context_length: int, notes: Notes) -> None:
         """Warn of an option that asks for a longer context than there is."""
         num_ctx = self.options.num_ctx
@@ -261,7 +256,3 @@ class OllamaShowBody(ModelBody):
     name: Annotated[str, Field(min_length=1)] | None = None
     #: Whether long tables are shown too; there are none.
     verbose: bool | None = None
-
-    @property
-    def named(self) -> str | None:
-        return self.model or self.name
