@@ -58,7 +58,7 @@ class Arrival(msgspec.Struct, frozen=True, rename=_NAMES):
         )
 
 
-class TraceLine(Arrival, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class TraceLine(Arrival, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A line of a trace file; only recordings have `n_cached` and the fields here."""
 
     #: Seconds from arrival to seat, first token and end; None: never, or not measured.

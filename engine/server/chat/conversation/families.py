@@ -93,7 +93,7 @@ def _brace_calls(form: ToolFormat, functions: Functions) -> TextReader:
 
 def _python_calls(form: ToolFormat, functions: Functions) -> TextReader:
     """Calls in Python between two markers."""
-    return PythonCalls(*form.markers, functions)
+    return PythonCalls(*form.markers, names=functions)
 
 
 def _mistral_calls(form: ToolFormat, functions: Functions) -> TextReader:
@@ -425,7 +425,7 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         "llama3_json",
-        lambda form, functions: BareCalls(*form.markers, functions),
+        lambda form, functions: BareCalls(*form.markers, names=functions),
         CallText(
             before_name='{"name": "',
             before_arguments='", "parameters": ',
