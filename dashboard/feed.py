@@ -5,12 +5,9 @@ viewers. All viewers get the same bytes; one that cannot keep up continues from 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -22,14 +19,12 @@ from jitney.dashboard.notes import Notes
 from jitney.dashboard.snapshot import PageCells, Recent, Snapshot, seat_columns
 from jitney.dashboard.sse import Delta, Note
 from jitney.dashboard.view import View
-from jitney.dashboard.viewers import TooManyViewers, Viewer
+from jitney.dashboard.viewers import LiveFeed, TooManyViewers, Viewer
 from jitney.engine.common.device_use import DeviceUse
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.messages import SequenceEvent
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import EVERYBODY, EngineClient, Identity
-
-_log = logging.getLogger("jitney.dashboard")
 
 #: Seconds from one key frame to the next.
 _KEY_FRAME_S = 2.0
@@ -48,12 +43,14 @@ _RECENT_S, _HISTOGRAM_S, _RENEW_S = 30.0, 60.0, 1.0
 _KEY_FRAME = b"event: key_frame"
 
 
-class Feed:
-    """The live feed of one engine; lives on one asyncio loop.
+class Feed(LiveFeed):
+    """The live feed of one engine.
 
     hz: frames a second while there is a viewer. needs_key, shows_text, history_h: for the page, see
     `sse.FeedStart`. notes: of the engine; None: the feed looks for its own.
     """
+
+    _what = "the page's feed"
 
     def __init__(
         self,
@@ -66,15 +63,13 @@ class Feed:
         notes: Notes | None = None,
         max_viewers: int = Viewer.most,
     ):
+        super().__init__(max_viewers)
         self.client = client
         self.run = uuid.uuid4().hex[:8]
         self.hz = hz
         self._needs_key = needs_key
         self._shows_text = shows_text
         self._history_h = history_h
-        self._max_viewers = max_viewers
-        self._viewers: set[Viewer] = set()
-        self._sampling: asyncio.Task[None] | None = None
         self._notes = notes or Notes(client)
         #: Notes that were sent.
         self._n_notes = 0
@@ -85,30 +80,6 @@ class Feed:
         self._key_frames: dict[Identity, bytes] = {}
         #: The newest frames: id, and the events sent to administrators.
         self._recent: deque[tuple[str, list[bytes]]] = deque(maxlen=_KEPT_FRAMES)
-
-    @property
-    def sampling(self) -> bool:
-        """True while snapshots of the engine are taken."""
-        return self._sampling is not None and not self._sampling.done()
-
-    @contextmanager
-    def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
-        """A viewer for as long as the block runs; last_id: of the last frame it had, if any;
-        identity: whose it is, which decides what it is shown. Raises TooManyViewers.
-        """
-        if identity.is_admin:
-            identity = EVERYBODY  # all administrators get the same events
-        self._check_room(identity)
-        viewer = self._welcome(last_id, identity)
-        self._viewers.add(viewer)
-        if not self.sampling:
-            self._start_sampling()
-        try:
-            yield viewer
-        finally:
-            self._viewers.discard(viewer)
-            if not self._viewers:
-                self._stop_sampling()
 
     async def first_events(self, identity: Identity) -> list[bytes]:
         """The events that a new viewer gets, up to the first key frame. Raises TooManyViewers."""
@@ -122,29 +93,24 @@ class Feed:
 
     def _check_room(self, identity: Identity) -> None:
         """Raise TooManyViewers."""
-        if not identity.is_admin and self._viewers_of(identity) >= _MOST_OF_A_USER:
+        n_of_user = sum(viewer.identity == identity for viewer in self._viewers)
+        if not identity.is_admin and n_of_user >= _MOST_OF_A_USER:
             raise TooManyViewers(_MOST_OF_A_USER)
-        if len(self._viewers) >= self._max_viewers:
-            raise TooManyViewers(self._max_viewers)
+        super()._check_room(identity)
 
-    def _viewers_of(self, identity: Identity) -> int:
-        return sum(viewer.identity == identity for viewer in self._viewers)
-
-    def _start_sampling(self) -> None:
-        self._last = None
-        self._key_frames.clear()
-        self._recent.clear()
-        self._sampling = asyncio.create_task(self._sample())
-
-    def _stop_sampling(self) -> None:
-        if self._sampling is not None:
-            self._sampling.cancel()
-        self._sampling = None  # it ends later; a viewer that comes before needs a new task
+    def _start(self) -> None:
+        if not self.sending:
+            self._last = None
+            self._key_frames.clear()
+            self._recent.clear()
+        super()._start()
 
     def _welcome(self, last_id: str, identity: Identity) -> Viewer:
         """The hello event, then the missed events if they are stored, else a key frame."""
+        if identity.is_admin:
+            identity = EVERYBODY  # all administrators get the same events
         hello = self._hello(identity)
-        if not self.sampling or self._last is None:
+        if not self.sending or self._last is None:
             return Viewer([hello], lost=True, identity=identity)
         missed = self._missed_since(last_id) if identity.is_admin else None
         if missed is None:
@@ -171,20 +137,13 @@ class Feed:
             shows_text=self._shows_text and identity.is_admin,
             role=identity.role.name.lower(),
             history_h=self._history_h,
-            t=time.monotonic(),
-            unix_time=time.time(),
+            t=round(time.monotonic(), 4),
+            unix_time=round(time.time(), 3),
         )
 
-    async def _sample(self) -> None:
-        """Send frames until no viewer is left. If the engine is dead for good, end the feed."""
-        reason = "the page's feed failed; the server's log says why"
-        try:
-            await _Sampler(self).run()
-            reason = "the engine is dead"
-        except Exception:
-            _log.exception("the page's feed failed")
-        for viewer in self._viewers:
-            viewer.close(sse.bye(reason))
+    async def _send_all(self) -> str:
+        await _Sampler(self).run()
+        return "the engine is dead"
 
     def send_hello(self) -> None:
         """Send a hello event, since another engine runs now."""

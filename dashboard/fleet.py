@@ -8,14 +8,12 @@ Events: "hello", "fleet" (`_FleetFrame`), "delta" (`_FleetDelta`) and "bye". Tim
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from types import MappingProxyType
-from typing import NamedTuple, Required, TypedDict
+from typing import NamedTuple, Never, Required, TypedDict
 
 from jitney.dashboard import sse
 from jitney.dashboard.fleet_member import (
@@ -29,11 +27,9 @@ from jitney.dashboard.fleet_member import (
 from jitney.dashboard.pulse import Pulse
 from jitney.dashboard.remote import RemoteEngine
 from jitney.dashboard.sse import SEAT_STATES
-from jitney.dashboard.viewers import TooManyViewers, Viewer
+from jitney.dashboard.viewers import LiveFeed, Viewer
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import EVERYBODY, Identity
-
-_log = logging.getLogger("jitney.dashboard")
+from jitney.engine.server import Identity
 
 #: Version of the events: incremented with every incompatible change.
 _FLEET_VERSION = 2
@@ -135,13 +131,15 @@ class _FleetDelta(TypedDict, total=False):
     sums: JsonDict
 
 
-class FleetView:
-    """The replicas of a fleet and their feed; lives on one asyncio loop.
+class FleetView(LiveFeed):
+    """The replicas of a fleet and their feed.
 
     price_per_hour: of one replica, in any currency. signed_in: visitors have shown a key. find:
     where the replicas are now, by name, if they come and go. endpoint: what the one in front of
     them says of itself, if there is one.
     """
+
+    _what = "the fleet's feed"
 
     def __init__(
         self,
@@ -153,6 +151,7 @@ class FleetView:
         signed_in: bool = False,
         max_viewers: int = Viewer.most,
     ):
+        super().__init__(max_viewers)
         self.members: dict[str, Member] = {}
         self.price_per_hour = price_per_hour
         self.signed_in = signed_in
@@ -163,10 +162,7 @@ class FleetView:
         self._find = find
         self._endpoint = endpoint
         self._places: dict[str, ReplicaAddress] = {}
-        self._max_viewers = max_viewers
-        self._viewers: set[Viewer] = set()
         self._following: dict[str, asyncio.Task[None]] = {}
-        self._telling: asyncio.Task[None] | None = None
         #: Timer that stops watching after `glance`.
         self._leaving: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -182,8 +178,8 @@ class FleetView:
             self.members[name] = self._member(before.get(name), name, replicas[name])
         for name in before.keys() - replicas.keys():
             self._let_go(before[name])
-        if self._telling is not None:
-            self._follow_all()
+        if self._task is not None:
+            self._start()
 
     def _member(self, member: Member | None, name: str, engine: RemoteEngine) -> Member:
         if member is None:
@@ -215,33 +211,21 @@ class FleetView:
         """Stop watching all replicas."""
         if self._leaving is not None:
             self._leaving.cancel()
+            self._leaving = None
         self._stop()
         await asyncio.gather(*(member.engine.close() for member in self.members.values()))
 
-    @contextmanager
-    def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
-        """A viewer for as long as the block runs; last_id does not matter here. Raises
-        TooManyViewers.
-        """
-        if len(self._viewers) >= self._max_viewers:
-            raise TooManyViewers(self._max_viewers)
+    def _welcome(self, last_id: str, identity: Identity) -> Viewer:
         self.look_for_replicas()
         viewer = Viewer([self._hello(identity)], lost=True, identity=identity)
         if self._sent is not None:
             self._send_all_of_it(viewer)
-        self._viewers.add(viewer)
-        self._follow_all()
-        try:
-            yield viewer
-        finally:
-            self._viewers.discard(viewer)
-            if not self._viewers and self._leaving is None:
-                self._stop()
+        return viewer
 
     async def glance(self) -> None:
         """Watch the replicas for a single request; waits briefly for those without a pulse yet."""
         self.look_for_replicas()
-        self._follow_all()
+        self._start()
         loop = asyncio.get_running_loop()
         if self._leaving is not None:
             self._leaving.cancel()
@@ -256,21 +240,21 @@ class FleetView:
         if not self._viewers:
             self._stop()
 
-    def _follow_all(self) -> None:
-        """Start a task for each replica, and one that sends frames."""
+    def _start(self) -> None:
+        """Start a task for each replica, and the one that sends frames."""
         for name, member in self.members.items():
             if name not in self._following:
                 self._following[name] = asyncio.create_task(member.follow())
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._tell())
+        super()._start()
 
     def _stop(self) -> None:
+        if self._leaving is not None:
+            return  # after the glance
+        super()._stop()
         for task in self._following.values():
             task.cancel()
         self._following.clear()
-        if self._telling is not None:
-            self._telling.cancel()
-        self._telling = self._sent = None
+        self._sent = None
         for member in self.members.values():
             member.look_away()
 
@@ -338,16 +322,11 @@ class FleetView:
         useful = sum(member.rates.of("useful") for member in members)
         return price_of(self.price_per_hour * len(members), useful)
 
-    async def _tell(self) -> None:
-        """Send frames until no viewer is left; the pause after each grows with its bytes."""
-        try:
-            while True:
-                n_bytes = self._tell_once()
-                await asyncio.sleep(max(1 / _HZ, n_bytes / _MOST_BYTES_PER_S))
-        except Exception:
-            _log.exception("the fleet's feed failed")
-        for viewer in self._viewers:
-            viewer.close(sse.bye("the fleet's feed failed; the server's log says why"))
+    async def _send_all(self) -> Never:
+        """Send frames; the pause after each grows with its bytes."""
+        while True:
+            n_bytes = self._tell_once()
+            await asyncio.sleep(max(1 / _HZ, n_bytes / _MOST_BYTES_PER_S))
 
     def _tell_once(self) -> int:
         """Send the changes; returns the most bytes that a viewer got."""

@@ -5,12 +5,10 @@ complete, so a lost one does no harm. Pulses do not reveal whose requests run.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, NamedTuple, Never
 
 import msgspec
 import numpy as np
@@ -18,11 +16,9 @@ import numpy as np
 from jitney.dashboard import sse
 from jitney.dashboard.snapshot import seat_columns
 from jitney.dashboard.sse import SEAT_NUMBERS, SEAT_STATES
-from jitney.dashboard.viewers import TooManyViewers, Viewer
+from jitney.dashboard.viewers import LiveFeed, Viewer
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
-from jitney.engine.server import EVERYBODY, EngineClient, Identity
-
-_log = logging.getLogger("jitney.dashboard")
+from jitney.engine.server import EngineClient, Identity
 
 #: Version of pulses: incremented with every incompatible change.
 _PULSE_VERSION = 1
@@ -192,50 +188,25 @@ def _loading(client: EngineClient) -> _Loading | None:
     return _Loading(progress.stage, progress.done, progress.total)
 
 
-class Pulses:
-    """Sends the pulses of one engine while there are viewers; lives on one asyncio loop."""
+class Pulses(LiveFeed):
+    """Sends the pulses of one engine."""
+
+    _what = "the pulse"
 
     def __init__(self, client: EngineClient, max_viewers: int = Viewer.most):
+        super().__init__(max_viewers)
         self.client = client
         self.run = uuid.uuid4().hex[:8]
-        self._max_viewers = max_viewers
-        self._viewers: set[Viewer] = set()
-        self._beating: asyncio.Task[None] | None = None
 
-    @contextmanager
-    def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
-        """A viewer for as long as the block runs; last_id does not matter here, and how far others'
-        sequences have come is for administrators. Raises TooManyViewers.
-        """
-        if len(self._viewers) >= self._max_viewers:
-            raise TooManyViewers(self._max_viewers)
-        viewer = Viewer([self._encoded(identity, time.monotonic())], identity=identity)
-        self._viewers.add(viewer)
-        if self._beating is None or self._beating.done():
-            self._beating = asyncio.create_task(self._beat())
-        try:
-            yield viewer
-        finally:
-            self._viewers.discard(viewer)
-            if not self._viewers and self._beating is not None:
-                self._beating.cancel()
-                self._beating = None
+    def _welcome(self, last_id: str, identity: Identity) -> Viewer:
+        return Viewer([self._encoded(identity, time.monotonic())], identity=identity)
 
     def _encoded(self, identity: Identity, now: float) -> bytes:
+        """The pulse; how far others' sequences have come is for administrators."""
         pulse = _pulse_of(self.client, self.run, now, with_levels=identity.is_admin)
         return sse.encode("pulse", pulse)
 
-    async def _beat(self) -> None:
-        """Send pulses until no viewer is left."""
-        reason = "the pulse failed; the server's log says why"
-        try:
-            await self._send_changes()
-        except Exception:
-            _log.exception("the engine's pulse failed")
-        for viewer in self._viewers:
-            viewer.close(sse.bye(reason))
-
-    async def _send_changes(self) -> None:
+    async def _send_all(self) -> Never:
         before, sent_at = None, 0.0
         while True:
             now = time.monotonic()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, Required, TypedDict
+from typing import Any, Required, TypedDict, Unpack
 
 import msgspec
 
@@ -46,10 +46,9 @@ _EVENT_COLUMNS = (
 _RETRY_MS = 1000
 
 
-class FeedStart(TypedDict):
-    """The first event of a feed; sent again when another engine runs."""
+class _Terms(TypedDict):
+    """The part of `FeedStart` that a feed's owner decides."""
 
-    version: int  # _FEED_VERSION
     run: str  # id of the server's run
     t: float
     unix_time: float  # seconds since 1970 at t
@@ -59,6 +58,12 @@ class FeedStart(TypedDict):
     shows_text: bool  # prompts and answers are shown
     role: str  # "admin" or "user", who sees of others' requests only occupied seats
     history_h: float  # hours that /history goes back; 0: there is none
+
+
+class FeedStart(_Terms):
+    """The first event of a feed; sent again when another engine runs."""
+
+    version: int  # _FEED_VERSION
     seat_states: tuple[str, ...]  # SEAT_STATES
     page_states: tuple[str, ...]  # PAGE_STATES
     seat_numbers: tuple[str, ...]  # SEAT_NUMBERS
@@ -212,31 +217,11 @@ def decode(event: bytes) -> tuple[str, Any]:
     return fields[b"event"].decode(), msgspec.json.decode(fields[b"data"])
 
 
-def hello(
-    info: EngineInfo | None,
-    *,
-    run: str,
-    hz: float,
-    key_frame_s: float,
-    needs_key: bool,
-    shows_text: bool,
-    role: str,
-    history_h: float,
-    t: float,
-    unix_time: float,
-) -> bytes:
+def hello(info: EngineInfo | None, **terms: Unpack[_Terms]) -> bytes:
     """A feed's first event."""
     data: FeedStart = {
         "version": _FEED_VERSION,
-        "run": run,
-        "t": round(t, 4),
-        "unix_time": round(unix_time, 3),
-        "hz": hz,
-        "key_frame_s": key_frame_s,
-        "needs_key": needs_key,
-        "shows_text": shows_text,
-        "role": role,
-        "history_h": history_h,
+        **terms,
         "seat_states": SEAT_STATES,
         "page_states": PAGE_STATES,
         "seat_numbers": SEAT_NUMBERS,

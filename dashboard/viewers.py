@@ -1,13 +1,19 @@
-"""Viewers of a feed: each has a bounded queue of the same bytes as the others."""
+"""Feeds and their viewers: each viewer has a bounded queue of the same bytes as the others."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
+from jitney.dashboard import sse
 from jitney.engine.server import EVERYBODY, Identity
+
+_log = logging.getLogger("jitney.dashboard")
 
 #: Most queued events of a viewer: those of a few seconds.
 _QUEUE = 64
@@ -78,3 +84,69 @@ class Viewer:
                 return
             self._changed.clear()
             await self._changed.wait()
+
+
+class LiveFeed(ABC):
+    """A feed, sent by one task while there are viewers; lives on one asyncio loop."""
+
+    #: What is sent, in messages.
+    _what: ClassVar[str]
+
+    def __init__(self, max_viewers: int):
+        self._max_viewers = max_viewers
+        self._viewers: set[Viewer] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def sending(self) -> bool:
+        """Whether the task runs."""
+        return self._task is not None and not self._task.done()
+
+    @contextmanager
+    def viewer(self, last_id: str = "", identity: Identity = EVERYBODY) -> Iterator[Viewer]:
+        """A viewer for as long as the block runs; last_id: of the last event it had, if any;
+        identity: whose it is, which decides what it is shown. Raises TooManyViewers.
+        """
+        self._check_room(identity)
+        viewer = self._welcome(last_id, identity)
+        self._viewers.add(viewer)
+        self._start()
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                self._stop()
+
+    def _check_room(self, identity: Identity) -> None:
+        """Raise TooManyViewers."""
+        if len(self._viewers) >= self._max_viewers:
+            raise TooManyViewers(self._max_viewers)
+
+    @abstractmethod
+    def _welcome(self, last_id: str, identity: Identity) -> Viewer:
+        """A new viewer with its first events."""
+
+    @abstractmethod
+    async def _send_all(self) -> str:
+        """Send events to the viewers; returns why the feed ends, if it does."""
+
+    def _start(self) -> None:
+        """Send from now on."""
+        if not self.sending:
+            self._task = asyncio.create_task(self._run())
+
+    def _stop(self) -> None:
+        """Send nothing more: the last viewer has left, or the feed has ended."""
+        if self._task is not None:
+            self._task.cancel()
+        self._task = None  # it ends later; a viewer that comes before needs a new task
+
+    async def _run(self) -> None:
+        try:
+            reason = await self._send_all()
+        except Exception:
+            _log.exception("%s failed", self._what)
+            reason = f"{self._what} failed; the server's log says why"
+        for viewer in self._viewers:
+            viewer.close(sse.bye(reason))

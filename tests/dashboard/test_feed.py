@@ -215,13 +215,13 @@ async def test_a_failing_sampler_ends_the_feed_and_is_logged(client, caplog):
 async def test_nobody_watches_nothing_happens(client):
     feed = Feed(client, hz=200)
     await asyncio.sleep(0.03)
-    assert client.asked == 0 and not feed.sampling
+    assert client.asked == 0 and not feed.sending
     for _ in range(2):  # a viewer who comes right after the last one left finds a sampler, too
         with feed.viewer() as viewer:
             await asyncio.wait_for(take(viewer, 3), 60)
     asked = client.asked
     await asyncio.sleep(0.6)  # longer than from one look at the pages to the next
-    assert client.asked == asked and not feed.sampling and viewers_of(feed) == 0
+    assert client.asked == asked and not feed.sending and viewers_of(feed) == 0
 
 
 async def test_all_viewers_get_the_same_bytes_of_one_look(client):

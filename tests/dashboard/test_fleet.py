@@ -378,7 +378,7 @@ async def test_replicas_come_and_go_while_somebody_looks():
 async def test_nobody_looks_and_nobody_is_asked():
     async with showing({"a": FakeReplica(2)}) as (fleet, viewer, watch):
         await until_told(viewer, watch, lambda: watch.states() == {"a": "ready"})
-    assert not fleet._following and fleet._telling is None
+    assert not fleet._following and not fleet.sending
     assert fleet.members["a"].state == "connecting"
 
 
