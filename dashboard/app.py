@@ -265,7 +265,6 @@ class Dashboard(PageRoutes):
         )
 
     async def _answer(self, request: Request, work: Work) -> StreamingResponse:
-        """The response body as JSON."""
         return self._sent(request, await self.slices.result(work))
 
     def _sent(self, request: Request, value: JsonDict) -> StreamingResponse:
@@ -415,7 +414,6 @@ def _no_request() -> HttpError:
 
 
 def _blocks_of(page: bytes) -> Generator[bytes, None, None]:
-    """An existing text in pieces."""
     for start in range(0, len(page), _BLOCK):
         yield page[start : start + _BLOCK]
 

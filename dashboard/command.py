@@ -128,7 +128,6 @@ def _serve(config: Config, engines: dict[str, RemoteEngine], price: float | None
 def _page_of(
     engines: dict[str, RemoteEngine], settings: ServerSettings, price: float | None
 ) -> Starlette:
-    """The page of a single engine, or of a fleet."""
     from jitney.dashboard.fleet import FleetView
     from jitney.dashboard.fleet_page import FleetPage
     from jitney.dashboard.standalone import Standalone

@@ -190,7 +190,6 @@ class FleetView(LiveFeed):
         return member
 
     def _let_go(self, member: Member) -> None:
-        """Stop asking the replica at its address."""
         if member.name in self._following:
             self._following.pop(member.name).cancel()
         closing = asyncio.create_task(member.engine.close())
@@ -198,7 +197,6 @@ class FleetView(LiveFeed):
         closing.add_done_callback(self._closing.discard)
 
     def look_for_replicas(self) -> None:
-        """Update the addresses of the replicas."""
         places = dict(self._find()) if self._find is not None else {}
         if places == self._places:
             return
@@ -208,7 +206,6 @@ class FleetView(LiveFeed):
         self.set_replicas(engines | {name: RemoteEngine(*place) for name, place in moved})
 
     async def close(self) -> None:
-        """Stop watching all replicas."""
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
@@ -273,7 +270,6 @@ class FleetView(LiveFeed):
         return sse.encode("hello", data)
 
     def frame(self) -> _FleetFrame:
-        """The current state of the fleet."""
         now = time.monotonic()
         endpoint = self._endpoint() if self._endpoint is not None else None
         for name, member in self.members.items():

@@ -196,13 +196,11 @@ class Member:
         return self.pulse is not None and bool(self.heard_at) and not self.gone
 
     def move_to(self, engine: RemoteEngine) -> None:
-        """Change the replica's address."""
         self.engine = engine
         self.relay = Relay(engine)
         self.look_away()
 
     def take(self, pulse: Pulse) -> None:
-        """Take a new pulse."""
         before = self.pulse
         if before is not None and before.run != pulse.run:
             self.past_restarts += before.restarts + 1
@@ -232,7 +230,6 @@ class Member:
         self.starting = starting
 
     def lost(self, trouble: str) -> None:
-        """Note that it does not answer."""
         self.gone, self.trouble = True, trouble
         if not self.heard:
             self.heard = time.time()

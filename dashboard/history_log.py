@@ -304,7 +304,6 @@ class HistoryLog(DiskLog[HistoryTables]):
         self._bins.append(dict.fromkeys(_COLUMNS) | values)
 
     def _make_rows(self, offset: float) -> Generator[None, None, None]:
-        """Make the rows of requests that ended."""
         while self._ended:
             for _ in range(min(_ENCODED, len(self._ended))):
                 self._rows.append(self._row(self._ended.popleft(), offset))

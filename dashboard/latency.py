@@ -39,7 +39,6 @@ class Latencies:
 
     @classmethod
     def between(cls, history: History, start: float, end: float) -> Latencies:
-        """Latencies of a time span of the history."""
         records, ready = history.records.between(start, end)
         return cls(history, records, ready, start, end)
 

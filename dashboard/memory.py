@@ -87,7 +87,6 @@ def _tokens(
 
 
 def _largest(pages: dict[str, np.ndarray]) -> list[JsonDict]:
-    """Lines of the tenants with most pages, and one of all others."""
     ordered = sorted(pages.items(), key=lambda item: -int(item[1].sum()))
     lines = [
         {"name": label_of(name), "pages": pages_of_tenant.tolist()}

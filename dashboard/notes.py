@@ -180,7 +180,6 @@ class Notes:
             yield _make_note(now, "warn", "preemption_storm", _STORM, {"preempted": growth})
 
     def _sleep(self, now: float) -> Iterator[Note]:
-        """A note that the engine fell asleep, or was woken."""
         asleep, began = self.client.state == "sleeping", self._asleep_at
         if asleep and began is None:
             self._asleep_at = now
@@ -191,7 +190,6 @@ class Notes:
             yield _make_note(began, "info", "sleep", message, silence_s=now - began)
 
     def _drain(self) -> Iterator[Note]:
-        """A note that the server drains."""
         drain = self.client.history.incidents.drain
         if drain is not None and not self._drain_noted:
             self._drain_noted = True
@@ -259,7 +257,6 @@ def _back(outage: JsonDict) -> str:
 
 
 def _refusals_note(refusals: JsonDict) -> Note:
-    """The note of a series of refusals: their number and reasons."""
     counts = sorted(refusals["counts"].items(), key=lambda item: -item[1])
     total = sum(count for _, count in counts)
     reasons = "; ".join(f"{count} x {name}{_why(name)}" for name, count in counts)
@@ -273,7 +270,6 @@ def _refusals_note(refusals: JsonDict) -> Note:
 
 
 def _trouble_note(trouble: JsonDict) -> Note:
-    """The note of trouble since its beginning."""
     text, count = TROUBLES[trouble["code"]], trouble["count"]
     message = text.message.format(count=count, cause=trouble["cause"])
     hit = {text.unit: count} if text.unit else None

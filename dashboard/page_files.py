@@ -124,7 +124,6 @@ class PageFiles(StaticFiles):
         return StreamingResponse(parts, 200, headers, "text/html")
 
     def sign_in_page(self) -> Response:
-        """The sign-in form."""
         return FileResponse(_STATIC / "sign-in.html", 401, {"cache-control": "no-cache"})
 
 

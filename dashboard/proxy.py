@@ -50,7 +50,6 @@ def proxy_route(path: str, engine_of: Callable[[Request], RemoteEngine]) -> Rout
 
 
 def not_found() -> HttpError:
-    """The error for an unknown path."""
     return HttpError(404, "there is nothing here", code="not_found")
 
 

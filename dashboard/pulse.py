@@ -25,8 +25,6 @@ _PULSE_VERSION = 1
 
 
 class _SeatCode(NamedTuple):
-    """The encoding of seats."""
-
     #: Letters of seats; the index is that of the state in SEAT_STATES times `levels`, plus the
     #: level.
     letters: str
@@ -57,8 +55,6 @@ type _Word = Annotated[str, msgspec.Meta(max_length=500)]
 
 
 class _Loading(msgspec.Struct, frozen=True):
-    """The progress of an engine's start."""
-
     #: As `messages.Progress` has them.
     stage: _Word
     done: _Count

@@ -139,7 +139,6 @@ def _headline(client: EngineClient) -> str:
 
 
 def _figure_rows(bins: JsonObject, span: float) -> list[tuple[str, str]]:
-    """Rows of the table for the work of `span` seconds."""
     rows = {kind: sum(values) for kind, values in bins["rows"].items()}
     return [
         ("output tokens a second", f"{(rows['decode'] + rows['accepted']) / span:,.1f}"),
@@ -196,7 +195,6 @@ def _request_row(history: History, request: RequestRecord, now: float) -> tuple[
 
 
 def _why(history: History, request: RequestRecord, now: float) -> str:
-    """The largest causes of its duration."""
     why = Steps(history, request, now).causes()[:3]
     return "; ".join(f"{cause['seconds']:.2f} s {cause['message']}" for cause in why)
 
@@ -293,7 +291,6 @@ _LINE_CHARTS: dict[str, tuple[str, tuple[_Curve, ...], JsonDict]] = {
 
 
 def _charts(bins: _ChartBins) -> dict[str, go.Figure]:
-    """All charts except that of the seats."""
     charts = {}
     for name, (unit, curves, layout) in _LINE_CHARTS.items():
         charts[name] = _chart(unit, [_line(curve, bins) for curve in curves], **layout)
@@ -341,7 +338,6 @@ def _seat_chart(shown: JsonObject) -> go.Figure:
 
 
 def _seat_traces(shown: JsonObject) -> list[go.Bar]:
-    """The traces of the newest stays, one per phase and colour."""
     from jitney.engine.common.reports.figures import MOST_STAYS, SeatSpan
 
     begin, end = shown["from"], shown["to"]

@@ -109,8 +109,6 @@ def listing(
 
 
 class _Filters(NamedTuple):
-    """The filters of a listing."""
-
     #: "all", "open", "refused" or a state of a record.
     state: str
     #: Only sequences before this number.
@@ -245,7 +243,6 @@ def _phases(request: RequestRecord, now: float) -> list[JsonDict]:
 
 
 def _lost_its_seat(request: RequestRecord) -> bool:
-    """Whether its last stay ended with a preemption."""
     return bool(request.stays) and request.stays[-1].how == "preempted"
 
 

@@ -75,7 +75,6 @@ class PageRoutes:
         ]
 
     def lines(self) -> list[PageLine]:
-        """The page's table of routes."""
         return self.page_lines()
 
     async def close(self) -> None:
@@ -170,7 +169,6 @@ class PageRoutes:
         return response
 
     async def sign_out(self, request: Request) -> Response:
-        """End the session of this browser."""
         response = Response(status_code=204)
         self.sessions.end(request, response)
         return response

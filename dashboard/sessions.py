@@ -45,7 +45,6 @@ class Sessions:
         return self.keys.needed
 
     def open(self, identity: Identity) -> str:
-        """A new session id."""
         session = secrets.token_urlsafe(32)
         self._open[digest_key(session)] = (self._clock() + _LIFETIME_S, identity)
         while len(self._open) > _MAX_SESSIONS:
@@ -53,7 +52,6 @@ class Sessions:
         return session
 
     def close(self, session: str | None) -> None:
-        """End a session."""
         if session:
             self._open.pop(digest_key(session), None)
 

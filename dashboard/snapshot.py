@@ -90,7 +90,6 @@ class PageCells:
 
     @classmethod
     def of(cls, seat_map: SeatMap) -> PageCells:
-        """The cells for the pages of a map."""
         states = np.frombuffer(seat_map.page_states, np.uint8)[1:]
         counts = np.bincount(states, minlength=len(PAGE_STATES))
         per_cell = max(1, -(-len(states) // _MAX_PAGE_CELLS))
@@ -101,7 +100,6 @@ class PageCells:
         return cls(per_cell, cells, _by_state(counts.tolist()), windows)
 
     def shown(self) -> PageMap:
-        """The cells in the page's form."""
         cells = _base64(self.cells.tobytes())
         return {
             "per_cell": self.per_cell,

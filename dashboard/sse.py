@@ -245,7 +245,6 @@ def events(happened: list[SequenceEvent], first: int) -> bytes:
 
 
 def _event_row(event: SequenceEvent) -> list[str | float]:
-    """The values of an event, in the order of _EVENT_COLUMNS."""
     return [round(event.t, 4), *_EVENT_FIELDS(event)]
 
 

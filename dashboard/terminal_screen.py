@@ -40,7 +40,6 @@ class Screen:
             self._console.print(self._last)
 
     def show(self, picture: RenderableType, footer: Text) -> None:
-        """Show a picture; footer: the screen's last line."""
         if not self._console.is_terminal:
             self._last = picture
             return

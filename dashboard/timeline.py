@@ -258,7 +258,6 @@ class Window:
         return None if seconds is None else parts.seconds(seconds)
 
     def _refused(self, bins: int, width: float) -> Generator[None, None, list[int]]:
-        """Sequences that were refused in each bin."""
         counts = [0] * bins
         for place, record in enumerate(self.history.ended(self.start)):
             if record.refused and record.end <= self.end:
@@ -433,7 +432,6 @@ def _step_events(records: np.ndarray, ready: np.ndarray) -> list[JsonDict]:
 
 
 def _waiting(ts: int, sequences: int) -> JsonDict:
-    """A counter's event."""
     return {
         "ph": "C",
         "pid": 2,

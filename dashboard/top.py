@@ -122,7 +122,6 @@ class _Viewer:
         self._left = asyncio.Event()
 
     def press(self, keys: str) -> None:
-        """Handle pressed keys."""
         for key in keys.lower():
             if key == "q":
                 self._left.set()
@@ -203,8 +202,6 @@ class _View(NamedTuple):
 
 
 def _cell(name: str) -> Callable[[JsonDict], str]:
-    """The text of a field; empty where it is null or not there."""
-
     def text(row: JsonDict) -> str:
         value = row.get(name)
         return "" if value is None else str(value)
@@ -222,7 +219,6 @@ def _seat(row: JsonDict) -> str:
 
 
 def _clock(row: JsonDict) -> str:
-    """The time of day of a row's `t`, seconds since 1970."""
     return time.strftime("%d %b %H:%M:%S", time.localtime(row["t"]))
 
 
@@ -409,7 +405,6 @@ class _Rates:
         return 1000 * seconds / steps if steps else None
 
     def _ends(self) -> tuple[JsonDict, JsonDict]:
-        """The oldest and the newest totals."""
         return self._frames[0][1], self._frames[-1][1]
 
 
@@ -434,7 +429,6 @@ class _SeatGrid:
 
 
 def _seat_cell(seat: SeatView) -> tuple[str, str]:
-    """Glyph and style of a seat."""
     if seat.state != "decode":
         return _SEATS.get(seat.state, ("?", ""))
     share = seat.n_output / seat.max_tokens if seat.max_tokens else 0.0
@@ -491,7 +485,6 @@ def _is_right(proof: JsonDict) -> bool:
 
 
 def _headline(replica: ReplicaView) -> str:
-    """Seats taken, and requests that wait."""
     if replica.seats is None:
         return _loading(replica)
     seats, n_taken = len(replica.seats), sum(seat.state != "free" for seat in replica.seats)
@@ -587,12 +580,10 @@ def _number(value: float | None, digits: int = 0) -> str:
 
 
 def _p95(summary: dict[str, float] | None) -> str:
-    """The 95th percentile of times in seconds."""
     return _seconds(summary["p95"]) if summary else _UNKNOWN
 
 
 def _points(summary: dict[str, float] | None) -> str:
-    """The percentiles of times in seconds."""
     if not summary:
         return _UNKNOWN
     return " / ".join(_seconds(summary[name]) for name in ("p50", "p95", "p99") if name in summary)

@@ -204,7 +204,6 @@ class _FoundEngines:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look up engines regularly until the context is left."""
         task = asyncio.create_task(self._look_regularly())
         try:
             yield

@@ -213,7 +213,6 @@ def _flag(name: str, value: object) -> list[str]:
 
 
 def _candidate_arm(model: str) -> str:
-    """Name of a model's candidate among `FleetConfig.arms`."""
     return model + _OF_CANDIDATE
 
 

@@ -437,7 +437,6 @@ class Exchange:
             )
 
     async def _leave(self) -> None:
-        """Close the open response of a replica, if there is one."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.replica.end(attempt.took, background=self.request.background)

@@ -23,9 +23,7 @@ class FleetModel(Protocol):
     """A model of a fleet."""
 
     @property
-    def ready(self) -> bool:
-        """Whether a request can be answered now."""
-        ...
+    def ready(self) -> bool: ...
 
     @property
     def replicas(self) -> Sequence[Replica]:

@@ -89,7 +89,6 @@ class ReplicaSet:
         return self._ring
 
     def ready(self, name: str) -> Replica | None:
-        """The replica of this name if it takes requests."""
         return self._by_name[name] if name in self.loads else None
 
     def order(self, prefixes: Sequence[bytes]) -> Iterator[Replica]:

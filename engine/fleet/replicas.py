@@ -279,7 +279,6 @@ class Watch:
             self._tasks[replica] = asyncio.create_task(self._look_regularly(replica))
 
     async def end(self, replica: Replica) -> None:
-        """Stop polling a replica."""
         task = self._tasks.pop(replica, None)
         if task is not None:
             task.cancel()

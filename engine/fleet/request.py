@@ -49,7 +49,6 @@ type RawHeaders = list[tuple[bytes, bytes]]
 
 
 def texts_of(headers: RawHeaders) -> dict[str, str]:
-    """Headers by name."""
     return {name.decode(): value.decode("latin-1") for name, value in headers}
 
 

@@ -120,7 +120,6 @@ class StreamState:
         return b"".join(unsent)
 
     def note(self, value: JsonDict) -> None:
-        """Record a chunk that is sent unchanged."""
         if not self.head:
             self.head = {name: value[name] for name in _HEAD if name in value}
         for choice in value.get("choices") or ():

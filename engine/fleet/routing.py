@@ -174,7 +174,6 @@ class LeastWait:
             heapify(self._heap)
 
     def drop(self, name: str) -> None:
-        """Remove a replica."""
         self._waits.pop(name, None)
 
     @property

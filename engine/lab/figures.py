@@ -68,7 +68,6 @@ def duration(seconds: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio; empty for None."""
     return "" if value is None else f"{value:.2f}x"
 
 

@@ -113,7 +113,6 @@ class MeasuredTimes(msgspec.Struct):
         return cls()
 
     def keep(self, config: Config, machine: str) -> str:
-        """See `TunedSizes.keep`."""
         return keep(self, self._file(config, machine))
 
     @staticmethod

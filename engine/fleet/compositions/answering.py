@@ -55,7 +55,6 @@ class ModelAnswer:
 
     @property
     def texts(self) -> list[str]:
-        """The text of each choice."""
         return [_text_of(choice) for choice in self.choices]
 
     @property
@@ -67,7 +66,6 @@ class ModelAnswer:
 
     @property
     def logprobs(self) -> list[list[float]]:
-        """Log-probabilities of the tokens of each choice."""
         return [_logprobs_of(choice) for choice in self.choices]
 
     @property

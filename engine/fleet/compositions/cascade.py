@@ -196,7 +196,6 @@ class Cascade:
         return report
 
     def _usage(self, tried: _Try, of_large: JsonDict | None = None) -> JsonDict:
-        """Token usage of the models that answered."""
         small = [] if tried.answer is None else self._small.usage(tried.answer.usage)
         large = [] if of_large is None else self._large.usage(of_large)
         return total_usage([*small, *large])

@@ -260,7 +260,6 @@ class ModelComparison:
             ) from None
 
     def _agreement(self, small: ModelAnswer, large: ModelAnswer) -> float:
-        """The mean agreement of the choices."""
         alike = _likeness if self.agreement == "words" else _are_equal
         likenesses = list(map(alike, small.normalised, large.normalised))
         return sum(likenesses) / len(likenesses) if likenesses else 0.0

@@ -155,6 +155,5 @@ class ComposedModels:
         return (self._engines if model is None else model).stream(request)
 
     async def seats(self, model: str) -> int | None:
-        """Requests that a model runs at the same time."""
         composed = self._models.get(model)
         return await (self._engines.seats(model) if composed is None else composed.seats())

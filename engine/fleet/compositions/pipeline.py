@@ -114,7 +114,6 @@ _DocumentsOf = Annotated[
 
 
 def _set_of(section: Section, *names: str) -> list[str]:
-    """The names of the fields that are set."""
     return [name for name in names if getattr(section, name) is not None]
 
 
@@ -410,7 +409,6 @@ class _Run:
     warnings: list[str] = field(default_factory=list)
 
     def note(self, stage: _Stage, answer: ModelAnswer) -> None:
-        """Record the usage and the warnings of a stage's answer."""
         self.usages += _part_of(stage).usage(answer.usage)
         warnings = answer.headers.get(Notes.WARNINGS)
         if warnings:
@@ -454,11 +452,9 @@ class Pipeline:
         self._lines_budget = StageBudget(stage_models, settings.max_waiting)
 
     async def start(self) -> None:
-        """Start the processes that render the templates."""
         await self._renderer.start()
 
     async def close(self) -> None:
-        """Stop the processes that render the templates."""
         await self._renderer.close()
 
     async def seats(self) -> int | None:

@@ -115,7 +115,6 @@ def _check_hosts_of_file(file: Path) -> None:
 
 
 def adapters_environ(section: ReplicasSection) -> dict[str, str]:
-    """Environment variables of an engine's adapters."""
     adapters = section.settings.get(_ADAPTERS)
     if adapters is None:
         return {}
@@ -123,7 +122,6 @@ def adapters_environ(section: ReplicasSection) -> dict[str, str]:
 
 
 def without_adapters(section: ReplicasSection) -> ReplicasSection:
-    """A copy of a section without its adapters."""
     settings = {name: value for name, value in section.settings.items() if name != _ADAPTERS}
     return section.model_copy(update={"settings": settings, _ADAPTERS: ()})
 

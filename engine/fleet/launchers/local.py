@@ -106,7 +106,6 @@ class _EngineProcess:
         self.replica.became("starting", "its process was started, and does not answer yet")
 
     def check(self) -> None:
-        """Raise JitneyError if it has ended."""
         process = self._process
         assert process is not None  # set by start
         if process.returncode is not None:
@@ -353,12 +352,10 @@ class LocalEngines:
         )
 
     def kill(self) -> None:
-        """Kill all processes at once."""
         for process in self.processes():
             process.signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """Drain and end all processes."""
         limit_s = self._drain_s + _GRACE_S
         replicas = [replica for own in self.replicas.values() for replica in own]
         await asyncio.gather(*(replica.close(limit_s) for replica in replicas))

@@ -165,7 +165,6 @@ def _ingress_deployment(fleet: RayFleet, engines: Sequence[Any]) -> Any:
 
 
 def _engines_deployment(fleet: RayFleet, arm: str) -> Any:
-    """Deployment of a model's engines, or of its candidate's."""
     model, section = fleet.config.arms[arm]
     kind = "candidate" if isinstance(section, CandidateSection) else "model"
     ray_section = section.ray

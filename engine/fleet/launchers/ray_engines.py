@@ -117,11 +117,9 @@ class Directory:
         return arm in self._resting
 
     def ask_for_reload(self) -> None:
-        """Request that the fleet's files are read again."""
         self._reloads += 1
 
     def reloads(self) -> int:
-        """Number of requested reloads."""
         return self._reloads
 
     def set_environ(self, key: str, environ: dict[str, str]) -> None:
@@ -159,7 +157,6 @@ def _actor_id() -> str:
 
 
 def _node_address() -> str:
-    """Address of this actor's node in the cluster."""
     own = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
 
@@ -201,7 +198,6 @@ class _EngineChild:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was started and has ended."""
         return self._process is not None and _has_ended(self._process)
 
     def kill(self) -> None:

@@ -90,7 +90,6 @@ class ModelWithCandidate:
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """The replicas of both arms."""
         return [*self.stable.replicas, *self.candidate.replicas]
 
     def arm(self, name: ArmName) -> ReplicatedModel:
@@ -273,7 +272,6 @@ class _Pace:
         self._open[wait].pop(answer, None)
 
     def took(self, wait: _Wait, seconds: float) -> None:
-        """Record the length of a wait on the stable arm."""
         self._slowest[wait] = max(seconds, _FADE * self._slowest.get(wait, 0.0))
 
     def limit(self, wait: _Wait, now: float, least_s: float) -> float:
@@ -379,7 +377,6 @@ class _AnswerWatch:
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed so far."""
         return self._broken or _is_failure(self._status)
 
     def refused(self, status: int) -> None:

@@ -200,7 +200,6 @@ class _Sums:
 
     @classmethod
     def of(cls, figure: _Figure) -> _Sums:
-        """An empty sum."""
         shape = (figure.strata, _CLUSTERS)
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(figure.strata))
 
@@ -369,14 +368,12 @@ class Comparison:
         return Interval(difference, max(-1.0, low), min(1.0, high))
 
     def verdict(self, name: str, interval: Interval | None) -> Verdict:
-        """A figure's verdict, from its interval."""
         if interval is not None:
             return interval.verdict(FIGURES[name])
         enough = all(self.sums[arm][name].enough for arm in ARMS)
         return "not compared: loads hardly overlap" if enough else "not known yet"
 
     def saved(self) -> JsonDict:
-        """All measurements as JSON."""
         sums = {
             arm: {name: _sparse(each) for name, each in figures.items()}
             for arm, figures in self.sums.items()

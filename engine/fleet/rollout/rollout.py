@@ -162,7 +162,6 @@ class Rollout:
         return {name: interval for name, interval in by_figure.items() if interval is not None}
 
     def decide(self, action: Action) -> _Decision:
-        """Apply a decision by hand."""
         return self._decide(action, "hand", "")
 
     def _by_rule(self, intervals: Mapping[str, Interval]) -> tuple[Action, str] | None:

@@ -113,7 +113,6 @@ class RolloutKeeper:
 
 
 def _write(file: Path, saved: JsonDict) -> None:
-    """Write a file atomically."""
     part = file.with_suffix(".part")
     file.parent.mkdir(parents=True, exist_ok=True)
     part.write_bytes(orjson.dumps(saved))

@@ -48,7 +48,6 @@ class RemoteEndpoint:
 
     @property
     def generation(self) -> str:
-        """The URL that generates text."""
         if self.chat:
             return f"{self.base}/v1/chat/completions"
         return f"{self.base}/v1/completions"

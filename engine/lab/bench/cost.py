@@ -22,7 +22,6 @@ class CostLine(NamedTuple):
     seconds: float
 
     def money(self, price_per_hour: float) -> float:
-        """The cost of the time, in the price's unit."""
         return price_per_hour * self.seconds / 3600
 
 

@@ -190,7 +190,6 @@ class PeerBench:
                 self.say(_progress_line(measurement.name, figures))
 
     def report(self) -> JsonDict:
-        """All results so far as JSON."""
         return {
             "machine": cpu_name(),
             **_TERMS,

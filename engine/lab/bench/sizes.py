@@ -67,7 +67,6 @@ class Timed(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def rate(self) -> float:
-        """Rows a second."""
         return self.size / self.seconds
 
 

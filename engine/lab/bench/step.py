@@ -98,7 +98,6 @@ class _StepTiming:
 
     @property
     def median(self) -> float:
-        """Median seconds."""
         return median(self.seconds)
 
 

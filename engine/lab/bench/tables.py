@@ -131,7 +131,6 @@ def curve_table(points: Sequence[JsonObject]) -> Table:
 
 
 def _curve_cell(waits: Mapping[str, float | None]) -> str:
-    """The wait, in brackets if the queue grows without bound."""
     wait = duration(waits["ttft_p99_s"])
     return f"({wait})" if (waits["share_of_capacity"] or 0) >= 1 else wait
 

@@ -138,7 +138,6 @@ def _folder(flag: str, named: str | Path) -> Path:
 
 
 def _choice_line(choice: PromptChoice) -> str:
-    """The choice as a line of text."""
     times = ", ".join(f"{name} {1e3 * spent:.2f} ms" for name, spent in choice["seconds"].items())
     sizes = ", ".join(f"{rows:,}" for rows in choice["rows"])
     return (

@@ -102,7 +102,6 @@ class EndpointArguments(TrafficArguments):
         return FlagGroup((where, *[_MODEL] * model, *_REQUESTS), "endpoint")
 
     def endpoint(self) -> RemoteEndpoint:
-        """The endpoint for the flags and the environment."""
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {self.url}: must begin with http:// or https://")
         model = getattr(self, "model", "")

@@ -50,7 +50,6 @@ def _measured(args: Arguments, config: Config) -> JsonDict:
 
 
 def _show(report: JsonObject) -> None:
-    """Print one row per case, times in ms."""
     from jitney.engine.common.reports.page import Table, print_lines
 
     heads = ["bucket", "rows", "keys", "longest", "ms", "fitted", "floor", "x floor"]

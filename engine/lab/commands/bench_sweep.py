@@ -139,7 +139,6 @@ _AXES = {"concurrencies": "concurrency", "rates": "rate", "loads": "load"}
 
 
 def _axis_from(args: TrafficArguments) -> tuple[str, list[float]]:
-    """The axis, and its values, ascending."""
     flag_names = [name for name in _AXES if getattr(args, name)] or ["concurrencies"]
     if len(flag_names) > 1:
         raise ConfigError(f"give --{flag_names[0]} or --{flag_names[1]}, not both")

@@ -90,7 +90,6 @@ class FleetArguments(Arguments):
         return ReplicaKind(word, roofline, prices.get(roofline.device.name))
 
     def traffic(self) -> Day | Recorded:
-        """The traffic for the flags. Raises ConfigError."""
         if self.trace:
             return Recorded(Arrival.read_all(self.trace))
         prompt = parse_lengths(self.prompt or _PROMPT, "--prompt")

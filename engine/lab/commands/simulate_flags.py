@@ -85,17 +85,14 @@ class SimulateArguments(TrafficArguments):
         return not (self.table or self.records or self.chip)
 
     def compared(self) -> list[str]:
-        """The policies to simulate."""
         one = getattr(self, "policy", None)
         return self.words_of("policy" if one else "policies", self.POLICIES)
 
     def coming(self) -> list[Arrival]:
-        """The requests for the flags."""
         self.check_concurrency()
         return self.draw(self.rate or (0.0 if self.trace else 1.0))
 
     def step_times(self, config: Config) -> StepTimes:
-        """The step times for --table, --records or --device."""
         from jitney.engine.lab.simulation.roofline import Roofline
         from jitney.engine.lab.simulation.step_table import StepTable
 

@@ -137,7 +137,6 @@ def _expert_row(kernels: KernelSet, case: ExpertCase, row: Row) -> Iterator[Row]
 
 
 def _judged(row: Row, proof: Proof) -> Row:
-    """The row with the result of a proof."""
     if proof.reason:
         return row.as_wrong(proof.reason)
     return _compared(row, proof.error, proof.limit)

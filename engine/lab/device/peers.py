@@ -25,12 +25,10 @@ _CPU_ROWS = 256
 
 
 def _module(name: str) -> Any:
-    """Import an optional package."""
     return importlib.import_module(name)
 
 
 def _missing(*packages: str) -> str:
-    """The reason why the peer cannot run; empty if it can."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"

@@ -70,7 +70,6 @@ class DeviceReport:
     results: DeviceResults
 
     def as_json(self) -> JsonDict:
-        """All results as JSON."""
         results, plain = self.results, msgspec.to_builtins
         return {
             "about": plain(results.about),
@@ -243,7 +242,6 @@ def _programs(about: About) -> str:
 
 
 def _goal_cells(row: JsonObject) -> list[str]:
-    """Cells for a row of `DeviceReport.goals`."""
     goal = _GOALS[row["goal"]]
     sign = "<" if goal.most else ">="
     return [
@@ -263,7 +261,6 @@ def _number(goal: _Goal, value: float) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    """Cells for one row of a table."""
     floor = _duration(row.floor_s)
     if floor:
         floor += f" ({row.bound})"

@@ -164,12 +164,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wrong(self) -> bool:
-        """Whether the answers were wrong."""
         return self.note.startswith(_WRONG)
 
     @property
     def fraction(self) -> float | None:
-        """The floor divided by the time."""
         if self.seconds is None or self.floor_s is None:
             return None
         return self.floor_s / self.seconds
@@ -206,8 +204,6 @@ type Tasks = Iterator[Task]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes to measure at."""
-
     copy_bytes: int  #: of the copy that is the floor of bandwidth
     product_side: int  #: rows and columns of the square product that is the floor of operations
     attention: tuple[tuple[int, int], ...]  # (sequences, context) of decode

@@ -41,15 +41,11 @@ _Report = Callable[[str], None]
 
 
 class _ResultStore(Protocol):
-    """Stores results."""
-
     def take_up(self, results: DeviceResults) -> None:
         """Add an earlier call's measurements to the results, once the device is known."""
         ...
 
-    def save(self, results: DeviceResults) -> object:
-        """Store the results."""
-        ...
+    def save(self, results: DeviceResults) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,6 @@ class DeviceResults:
 
     @property
     def device(self) -> str:
-        """Name of the device."""
         return self.about.device if self.about else "unknown"
 
     @property
@@ -141,7 +136,6 @@ class DeviceResults:
 
     @property
     def wrong(self) -> list[Row]:
-        """Rows with wrong answers."""
         return [row for row in self.rows if row.wrong]
 
     def job(self, part: str, limit_s: float) -> PartJob:
@@ -375,7 +369,6 @@ def _read_lines(stream: IO[bytes], until: float) -> Iterator[PartMessage]:
     lines: queue.Queue[bytes] = queue.Queue()
 
     def copy_lines() -> None:
-        """Copy every line, then an empty one."""
         for line in stream:
             lines.put(line)
         lines.put(b"")

@@ -59,7 +59,6 @@ def _main(source: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
 
 
 def _lines_of(job: PartJob) -> Iterator[PartMessage]:
-    """All messages of the job."""
     if job.part == job.ABOUT:
         sets, dtype = _kernels_of(job)
         yield PartMessage(about=_about_device(sets[0], dtype))
@@ -117,7 +116,6 @@ def _floors_in(dtype: np.dtype) -> Floors:
 
 
 def _about_device(kernels: KernelSet, dtype: np.dtype) -> About:
-    """Describe jax's device and the programs for it."""
     import jax
 
     from jitney.engine.core import name_of

@@ -135,7 +135,6 @@ class SeenSteps:
         return padding, seconds
 
     def work(self, key: int | tuple[int, int]) -> StepWork:
-        """The work of a step of `decode` or `mixed`."""
         if key in self.works:
             return self.works[key]
         return StepWork(decode=key) if isinstance(key, int) else StepWork(prompt=key[0])
@@ -190,7 +189,6 @@ class _Steps:
         self._sums: dict[int, np.ndarray] = {}
 
     def add(self, rows: int, count: int, work: StepWork) -> None:
-        """Add `count` steps with `rows` rows."""
         self.counts[rows] += count
         self._sums[rows] = self._sums.get(rows, 0) + count * np.array(work, float)
 

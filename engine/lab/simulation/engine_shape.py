@@ -150,7 +150,6 @@ class EngineShape:
         return replace(self, limits=replace(self.limits, **caps))
 
     def as_json(self) -> JsonDict:
-        """The shape as JSON, for a report."""
         return {
             "limits": msgspec.to_builtins(self.limits),
             "pages": self.pages,

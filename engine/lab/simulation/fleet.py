@@ -76,8 +76,6 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The fleet to simulate."""
-
     engine: EngineShape
     table: StepTimes
     #: Replicas at the start, all ready.
@@ -177,7 +175,6 @@ class FleetRun:
         return [request for request in self.served if request.arrival >= begin]
 
     def figures(self) -> JsonDict:
-        """All figures as JSON."""
         served, seconds = self.served, self.seconds
         return {
             "requests": len(self.requests),
@@ -235,7 +232,6 @@ class _Simulation:
             self._new_replica("ready")
 
     def run(self) -> FleetRun:
-        """Run all requests to their ends."""
         for number, arrival in enumerate(self._run.arrivals):
             self._pass_time(arrival.at)
             self._route(fleet_request(number, arrival), arrival.at)

@@ -59,7 +59,6 @@ class Targets:
             )
 
     def kept_by(self, run: FleetRun) -> bool:
-        """Whether a simulated run keeps all targets."""
         figures = run.figures()
         first, rates = figures["ttft_s"], figures["stream_tok_s"]
         return (

@@ -112,7 +112,6 @@ class SimulatedReplica:
         return True
 
     def advance(self, until: float) -> None:
-        """Run all steps that begin before `until`."""
         clock = self.device.clock
         while self.core.has_work and clock.now < until:
             report = step_or_wait(self.core, clock, until)

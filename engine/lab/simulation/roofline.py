@@ -134,7 +134,6 @@ class ModelCost:
 
     @cached_property
     def step(self) -> StepCost:
-        """Cost of each step."""
         return step_cost(
             self.config,
             weight_bytes=self._shared_bytes,
@@ -353,7 +352,6 @@ class Roofline:
 
     @property
     def source(self) -> str:
-        """Description of the times' origin."""
         chips = f"{self.count} x {self.device.name}"
         return f"roofline of {chips}, {self.cost.weights} weights, {self.cost.kv} KV"
 

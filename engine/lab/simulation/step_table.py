@@ -225,7 +225,6 @@ class StepTable:
         return cls._from_points(points, host, f"{source} ({len(usable)} steps)")
 
     def contents(self) -> JsonDict:
-        """The table as plain data, for JSON."""
         contents = _Contents(list(self.curves), self.source, self.host, self.noise, self.errors)
         return msgspec.to_builtins(contents)
 

@@ -25,8 +25,6 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A constant length."""
-
     tokens: int
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
@@ -257,7 +255,6 @@ class LengthSummary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> LengthSummary:
-        """Summary of at least one length."""
         values = np.fromiter(lengths, np.int64)
         shortest, longest = int(values.min()), int(values.max())
         return cls(
