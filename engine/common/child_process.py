@@ -48,6 +48,13 @@ async def start_child(
     )
 
 
+def last_line(errors: IO[bytes]) -> str:
+    """The last line that a child wrote to this file, as the reason of its end."""
+    errors.seek(0)
+    said = errors.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(said) if line.strip()), "nothing said")[:300]
+
+
 async def end_child(process: asyncio.subprocess.Process) -> None:
     """Kill a process if it still runs, and wait for its end."""
     with contextlib.suppress(ProcessLookupError):

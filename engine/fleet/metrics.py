@@ -6,18 +6,18 @@ Engines have their own metrics. Labels have few values: names of models and repl
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from operator import attrgetter
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jitney.engine.fleet.replicas import Replica, ReplicaState
-from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES
+from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES, Interval
 from jitney.engine.fleet.rollout.rollout import Rollout, RolloutState
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -136,8 +136,65 @@ class _ReplicaCollector(Collector):
         return family
 
 
-def _gauge(name: str, text: str, labels: Sequence[str]) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"jitney_fleet_rollout_{name}", text, labels=("model", *labels))
+class _RolloutGauge(NamedTuple):
+    """A metric of every rollout."""
+
+    text: str
+    #: Beside the model.
+    labels: tuple[str, ...]
+    #: Rollout and its intervals -> values of the labels, and the value; None: not exported.
+    read: Callable[
+        [Rollout, Mapping[str, Interval]], Iterable[tuple[*tuple[str, ...], float | None]]
+    ]
+
+
+#: By name. Figures without an interval are absent.
+_ROLLOUT_GAUGES = {
+    "share": _RolloutGauge(
+        "share of the keys that the candidate gets now",
+        ("candidate",),
+        lambda rollout, _: [(rollout.name, rollout.share)],
+    ),
+    "state": _RolloutGauge(
+        "1 for the state that the rollout is in",
+        ("candidate", "state"),
+        lambda rollout, _: [
+            (rollout.name, state, rollout.state == state)
+            for state in get_args(RolloutState.__value__)
+        ],
+    ),
+    "requests": _RolloutGauge(
+        "requests that are compared, since the comparison began",
+        ("arm",),
+        lambda rollout, _: [(arm, rollout.comparison.requests(arm)) for arm in ARMS],
+    ),
+    "level": _RolloutGauge(
+        "each arm's own value of a figure that is compared",
+        ("arm", "figure"),
+        lambda rollout, _: [
+            (arm, figure, rollout.comparison.level(arm, figure))
+            for arm in ARMS
+            for figure in FIGURES
+        ],
+    ),
+    "interval": _RolloutGauge(
+        "candidate to stable, a ratio (of errors the difference): the estimate and both ends",
+        ("figure", "bound"),
+        lambda _, intervals: [
+            (figure, bound, value)
+            for figure, interval in intervals.items()
+            for bound, value in asdict(interval).items()
+        ],
+    ),
+    "worse": _RolloutGauge(
+        "1 if all of the interval says that the candidate is worse",
+        ("figure",),
+        lambda _, intervals: [
+            (figure, interval.verdict(FIGURES[figure]) == "worse")
+            for figure, interval in intervals.items()
+        ],
+    ),
+}
 
 
 class _RolloutCollector(Collector):
@@ -147,63 +204,12 @@ class _RolloutCollector(Collector):
         self._rollouts = rollouts
 
     def collect(self) -> Iterator[Metric]:
-        rollouts = list(self._rollouts())
-        yield _shares(rollouts)
-        yield _states(rollouts)
-        yield _requests(rollouts)
-        yield _levels(rollouts)
-        yield from _intervals(rollouts)
-
-
-def _shares(rollouts: list[Rollout]) -> Metric:
-    family = _gauge("share", "share of the keys that the candidate gets now", ["candidate"])
-    for rollout in rollouts:
-        family.add_metric([rollout.model, rollout.name], rollout.share)
-    return family
-
-
-def _states(rollouts: list[Rollout]) -> Metric:
-    family = _gauge("state", "1 for the state that the rollout is in", ["candidate", "state"])
-    for rollout in rollouts:
-        for state in get_args(RolloutState.__value__):
-            family.add_metric([rollout.model, rollout.name, state], rollout.state == state)
-    return family
-
-
-def _requests(rollouts: list[Rollout]) -> Metric:
-    family = _gauge("requests", "requests that are compared, since the comparison began", ["arm"])
-    for rollout in rollouts:
-        for arm in ARMS:
-            family.add_metric([rollout.model, arm], rollout.comparison.requests(arm))
-    return family
-
-
-def _levels(rollouts: list[Rollout]) -> Metric:
-    family = _gauge("level", "each arm's own value of a figure that is compared", ["arm", "figure"])
-    for rollout in rollouts:
-        for arm in ARMS:
-            for figure in FIGURES:
-                level = rollout.comparison.level(arm, figure)
-                if level is not None:
-                    family.add_metric([rollout.model, arm, figure], level)
-    return family
-
-
-def _intervals(rollouts: list[Rollout]) -> Iterator[Metric]:
-    """Intervals and verdicts of the figures; figures without an interval are absent."""
-    intervals = _gauge(
-        "interval",
-        "candidate to stable, a ratio (of errors the difference): the estimate and both ends",
-        ["figure", "bound"],
-    )
-    verdicts = _gauge(
-        "worse", "1 if all of the interval says that the candidate is worse", ["figure"]
-    )
-    for rollout in rollouts:
-        for figure, interval in rollout.intervals().items():
-            for bound, value in asdict(interval).items():
-                intervals.add_metric([rollout.model, figure, bound], value)
-            is_worse = interval.verdict(FIGURES[figure]) == "worse"
-            verdicts.add_metric([rollout.model, figure], is_worse)
-    yield intervals
-    yield verdicts
+        rollouts = [(rollout, rollout.intervals()) for rollout in self._rollouts()]
+        for name, gauge in _ROLLOUT_GAUGES.items():
+            labels = ("model", *gauge.labels)
+            family = GaugeMetricFamily(f"jitney_fleet_rollout_{name}", gauge.text, labels=labels)
+            for rollout, intervals in rollouts:
+                for *values, figure in gauge.read(rollout, intervals):
+                    if figure is not None:
+                        family.add_metric([rollout.model, *values], figure)
+            yield family

@@ -61,6 +61,16 @@ _SETTINGS = (
     "max_waiting_tokens",
 )
 
+#: An experiment that was never begun, as `Lab.status` shows it. progress: the finished share.
+_NO_EXPERIMENT: JsonDict = {
+    "state": "idle",  # or "running", "done" or "failed"
+    "id": 0,
+    "progress": None,
+    "started": None,
+    "error": "",
+    "result": None,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
@@ -87,14 +97,8 @@ class Lab:
         self.client = client
         self.settings = settings
         self.limit_s = limit_s
-        #: The newest experiment: its number, state ("idle", "running", "done" or "failed"), error,
-        #: finished share, start, and result.
-        self._number = 0
-        self._state = "idle"
-        self._error = ""
-        self._progress: float | None = None
-        self._started: float | None = None
-        self._result: JsonDict | None = None
+        #: The newest experiment.
+        self._newest = dict(_NO_EXPERIMENT)
         self._task: asyncio.Task[None] | None = None
         self._slices = TimeSlices()
         self._preparing = False
@@ -110,12 +114,7 @@ class Lab:
         requests = self.client.history.ended(now - History.keep_s)
         first = min((request.arrival for request in requests), default=now)
         return {
-            "state": self._state,
-            "id": self._number,
-            "progress": self._progress,
-            "started": self._started,
-            "error": self._error,
-            "result": self._result,
+            **self._newest,
             "policies": list(POLICIES),
             "settings": self._current_settings(),
             "arrivals": len(requests),
@@ -144,12 +143,9 @@ class Lab:
             job, basis = await self._slices.result(self._prepare(experiment))
         finally:
             self._preparing = False
-        self._number += 1
-        self._state = "running"
-        self._error = ""
-        self._progress = 0.0
-        self._result = None
-        self._started = round(time.monotonic(), 4)
+        started = round(time.monotonic(), 4)
+        begun = {"state": "running", "id": self._newest["id"] + 1, "started": started}
+        self._newest = _NO_EXPERIMENT | begun | {"progress": 0.0}
         self._task = asyncio.create_task(self._run(job, basis))
 
     def _prepare(self, experiment: Experiment) -> Generator[None, None, tuple[ReplayJob, JsonDict]]:
@@ -175,27 +171,24 @@ class Lab:
         if self._task is not None and self._running:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-            self._state = "idle"
-            self._progress = None
+            self._newest |= {"state": "idle", "progress": None}
 
     async def _run(self, job: ReplayJob, basis: JsonDict) -> None:
         try:
             async with asyncio.timeout(self.limit_s):
                 result = await self._simulate(job)
             basis["measured"]["figures"] = result.pop("measured")
-            self._result = basis | result
-            self._state = "done"
+            self._newest |= {"state": "done", "result": basis | result}
         except TimeoutError:
             self._fail(
                 f"it took longer than {self.limit_s:g} s: try fewer minutes or fewer policies"
             )
         except _Failed as error:
             self._fail(str(error))
-        self._progress = None
+        self._newest["progress"] = None
 
     def _fail(self, error: str) -> None:
-        self._state = "failed"
-        self._error = error
+        self._newest |= {"state": "failed", "error": error}
 
     async def _simulate(self, job: ReplayJob | BucketsJob) -> JsonDict:
         """The worker's result. Raises _Failed. Cancelling it ends the process."""
@@ -231,7 +224,7 @@ class Lab:
                 return message["result"]
             if "error" in message:
                 raise _Failed(message["error"])
-            self._progress = message["progress"]
+            self._newest["progress"] = message["progress"]
         raise _Failed("the simulation ended without a result; the server's log says why")
 
 
@@ -262,14 +255,7 @@ def _recorded(history: History, minutes: float) -> Generator[None, None, _Traffi
     yield
     window, _ = history.records.between(first, last)
     stays = yield from Window(history, first, last).stays()
-    return _Traffic(
-        requests=requests,
-        stays=stays,
-        first=first,
-        last=last,
-        records=records,
-        window=window,
-    )
+    return _Traffic(requests, stays, first, last, records, window)
 
 
 def _rode_to_the_end(request: RequestRecord) -> bool:

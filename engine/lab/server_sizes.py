@@ -49,15 +49,12 @@ class ServerSizes:
         if not self.used:
             return None
         sizes = TunedSizes.read(self.resolved.config, self.machine)
-        return sizes if sizes is not None and self._can_have(sizes) else None
-
-    def _can_have(self, sizes: TunedSizes) -> bool:
-        """Whether the sizes are valid for this engine; if not, the file was changed."""
-        try:
-            sizes.applied_to(self.resolved)
-        except ConfigError:
-            return False
-        return True
+        if sizes is not None:
+            try:
+                sizes.applied_to(self.resolved)
+            except ConfigError:  # the file was changed
+                return None
+        return sizes
 
     async def time_behind(self, client: ProcessClient) -> TunedSizes | None:
         """Time steps while the serving engine is idle, and store the chosen sizes for the next
@@ -88,16 +85,12 @@ class ServerSizes:
                 _log.warning("sizes stay the usual ones: %s", error)
                 return None
         sizes = TunedSizes(chosen.values, date.today().isoformat())
-        reason = self.keep(sizes)
+        reason = sizes.keep(config, machine)
         if reason:
             _log.warning("sizes are measured anew at every start: %s", reason)
             return None
         _log.info("the next start takes %s", sizes)
         return sizes
-
-    def keep(self, sizes: TunedSizes) -> str:
-        """Store sizes for later starts. Returns the reason if that fails, else an empty string."""
-        return sizes.keep(self.resolved.config, self.machine)
 
     def as_served(self) -> ResolvedConfig:
         """The settings of a server that starts now: with stored sizes, if there are any."""

@@ -16,7 +16,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -150,6 +150,14 @@ class Part:
             param=param,
             headers=headers,
         )
+
+    @contextmanager
+    def refusing(self, fields: Collection[str] = ()) -> Iterator[None]:
+        """Turn errors of the block into `refusal`."""
+        try:
+            yield
+        except (HttpError, RequestError) as error:
+            raise self.refusal(error, fields) from error
 
     async def chunks(
         self, stream: ModelStream, told: JsonDict, usage: Callable[[JsonDict], JsonDict]

@@ -133,10 +133,8 @@ class Cascade:
         tried = await self._try_small(request)
         if self._trusts(tried):
             return self._small_answer(request, tried)
-        try:
+        with self._large.refusing(request.fields):
             answer = await self._models.answer(request.to(self._large.model))
-        except (HttpError, RequestError) as error:
-            raise self._large.refusal(error, request.fields) from error
         return self._answer_of(self._large, answer, self._usage(tried, answer.usage), tried)
 
     @asynccontextmanager
@@ -150,13 +148,11 @@ class Cascade:
             yield ModelStream(answer.chunks(request), answer.headers)
             return
         to_large = request.to(self._large.model)
-        try:
+        with self._large.refusing(request.fields):
             async with self._models.stream(to_large) as stream:
                 headers = self._large.headers(stream.headers)
                 report, usage = self._told(self._large, tried), partial(self._usage, tried)
                 yield ModelStream(self._large.chunks(stream, report, usage), headers)
-        except (HttpError, RequestError) as error:
-            raise self._large.refusal(error, request.fields) from error
 
     async def _try_small(self, request: ProxiedRequest) -> _Try:
         """Ask the small model. Raises RequestError for requests that no cascade supports."""

@@ -28,46 +28,6 @@ _PASSED = (*Notes.HEADERS, "x-jitney-replica", "retry-after", "retry-after-ms")
 _LISTS: dict[str, str] = {Route.EMBEDDINGS: "data", Route.RERANK: "results"}
 
 
-class _EngineReply:
-    """An engine's answer to a request, with any status."""
-
-    def __init__(self, request: ProxiedRequest, answer: ProxiedAnswer):
-        self._request = request
-        self._answer = answer
-
-    def whole(self, content: bytes) -> ModelAnswer:
-        """The complete answer, with the model's name in the fleet. Raises HttpError."""
-        if self._answer.status != 200:
-            raise self.refusal(content)
-        model = self._request.model
-        body = _read(model, content)
-        name = _LISTS.get(self._request.route, "choices")
-        if not isinstance(body.get(name), list) or not body[name]:
-            raise HttpError(502, f"the engine of {model} sent no {name}", code="engine_dead")
-        return ModelAnswer(body | {"model": model}, self._passed())
-
-    def stream(self) -> ModelStream:
-        """The answer as a stream of chunks."""
-        return ModelStream(_chunks_from(self._request.model, self._answer.body), self._passed())
-
-    def refusal(self, content: bytes) -> HttpError:
-        """The error for an answer whose status is not 200."""
-        try:
-            error = json.loads(content)["error"]
-            message, code, param = error["message"], error.get("code"), error.get("param")
-        except (ValueError, LookupError, TypeError):
-            message = f"the engine of {self._request.model} answered {self._answer.status}"
-            code, param = None, None
-        code = code if isinstance(code, str) else None
-        return HttpError(
-            self._answer.status, str(message), code=code, param=param, headers=self._passed()
-        )
-
-    def _passed(self) -> dict[str, str]:
-        headers = texts_of(self._answer.headers)
-        return {name: headers[name] for name in _PASSED if name in headers}
-
-
 class FleetEngines:
     """`Answering` for models on engines. models: all models of the fleet; may be filled later."""
 
@@ -78,16 +38,23 @@ class FleetEngines:
         """Send the request to an engine. Raises HttpError, RequestError."""
         async with self._models[request.model].answer(request.outgoing()) as answer:
             content = b"".join([part async for part in answer.body])
-        return _EngineReply(request, answer).whole(content)
+        if answer.status != 200:
+            raise _refusal(request.model, answer, content)
+        body = _read(request.model, content)
+        name = _LISTS.get(request.route, "choices")
+        if not isinstance(body.get(name), list) or not body[name]:
+            message = f"the engine of {request.model} sent no {name}"
+            raise HttpError(502, message, code="engine_dead")
+        return ModelAnswer(body | {"model": request.model}, _passed(answer))
 
     @asynccontextmanager
     async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
         """Stream an engine's answer. Raises HttpError, RequestError."""
         async with self._models[request.model].answer(request.outgoing()) as answer:
-            reply = _EngineReply(request, answer)
             if answer.status != 200:
-                raise reply.refusal(b"".join([part async for part in answer.body]))
-            yield reply.stream()
+                content = b"".join([part async for part in answer.body])
+                raise _refusal(request.model, answer, content)
+            yield ModelStream(_chunks_from(request.model, answer.body), _passed(answer))
 
     async def seats(self, model: str) -> int | None:
         """Total seats of the ready engines that report them; None without such an engine."""
@@ -131,6 +98,23 @@ async def engines_at(addresses: Mapping[str, EngineAddress]) -> AsyncIterator[Fl
                 for name, each in addresses.items()
             }
         )
+
+
+def _refusal(model: str, answer: ProxiedAnswer, content: bytes) -> HttpError:
+    """The error for an answer whose status is not 200. content: its body."""
+    try:
+        error = json.loads(content)["error"]
+        message, code, param = error["message"], error.get("code"), error.get("param")
+    except (ValueError, LookupError, TypeError):
+        message = f"the engine of {model} answered {answer.status}"
+        code, param = None, None
+    code = code if isinstance(code, str) else None
+    return HttpError(answer.status, str(message), code=code, param=param, headers=_passed(answer))
+
+
+def _passed(answer: ProxiedAnswer) -> dict[str, str]:
+    headers = texts_of(answer.headers)
+    return {name: headers[name] for name in _PASSED if name in headers}
 
 
 async def _chunks_from(model: str, stream: AsyncIterator[bytes]) -> AsyncIterator[JsonDict]:

@@ -206,10 +206,8 @@ class Ensemble:
         self, request: ProxiedRequest, votes: Sequence[_Vote], name: str
     ) -> _Choice:
         scorer, part = TextScorer(self._models, request, name), Part("scorer", name)
-        try:
+        with part.refusing():
             scores = await scorer.score_answers([vote.answer.texts[0] for vote in votes])
-        except (HttpError, RequestError) as error:
-            raise part.refusal(error) from error
         usage = [entry for used in scorer.usages for entry in part.usage(used)]
         return _best(votes, scores, usage)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,7 +46,6 @@ from jitney.engine.server import (
     ChatBody,
     CompletionBody,
     EmbeddingsBody,
-    HttpError,
     ModelBody,
     Notes,
     RerankBody,
@@ -111,10 +110,6 @@ _DocumentsOf = Annotated[
     str | None,
     Field(description="instead of them: name of an earlier stage that makes several"),
 ]
-
-
-def _set_of(section: Section, *names: str) -> list[str]:
-    return [name for name in names if getattr(section, name) is not None]
 
 
 class _GenerateStage(Section):
@@ -225,11 +220,6 @@ class _EmbedStage(Section):
     def templates(self) -> dict[str, str]:
         return {"query": self.query}
 
-    @property
-    def sources(self) -> list[str]:
-        """Names of the settings that give its documents; at most one may be set."""
-        return _set_of(self, "documents", "file", "documents_of")
-
 
 class _RerankStage(Section):
     """`kind = "rerank"`: the documents that fit a text best, by the scores of the model's own
@@ -266,11 +256,6 @@ class _RerankStage(Section):
     def templates(self) -> dict[str, str]:
         return {"query": self.query}
 
-    @property
-    def sources(self) -> list[str]:
-        """See `_EmbedStage.sources`."""
-        return _set_of(self, "documents", "documents_of")
-
 
 _Stage = _GenerateStage | _RankStage | _EmbedStage | _RerankStage
 
@@ -278,6 +263,12 @@ _Stage = _GenerateStage | _RankStage | _EmbedStage | _RerankStage
 def _part_of(stage: _Stage) -> Part:
     """The stage's name and model, as answers, errors and usage show them."""
     return Part(stage.name, stage.model)
+
+
+def _sources_of(stage: _EmbedStage | _RerankStage) -> list[str]:
+    """Names of the settings that give its documents; at most one may be set."""
+    names = ("documents", "file", "documents_of")
+    return [name for name in names if getattr(stage, name, None) is not None]
 
 
 class PipelineSettings(Section):
@@ -322,7 +313,7 @@ class PipelineSettings(Section):
         """Fields of a request that its stages read in addition to the route's fields."""
         kinds = (_EmbedStage, _RerankStage)
         searching = [stage for stage in self.stages if isinstance(stage, kinds)]
-        return {_DOCUMENTS} if any(not stage.sources for stage in searching) else set()
+        return {_DOCUMENTS} if not all(map(_sources_of, searching)) else set()
 
 
 def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
@@ -354,8 +345,9 @@ def _check_candidates(stage: _RankStage, known: Sequence[str]) -> None:
 
 def _check_documents(stage: _EmbedStage | _RerankStage, known: Sequence[str]) -> None:
     """Raises ValueError."""
-    if len(stage.sources) > 1:
-        raise ValueError(f"stage {stage.name}: give one of {', '.join(stage.sources)}")
+    sources = _sources_of(stage)
+    if len(sources) > 1:
+        raise ValueError(f"stage {stage.name}: give one of {', '.join(sources)}")
     if stage.documents_of is not None and stage.documents_of not in known:
         raise ValueError(f"stage {stage.name}: documents_of must name an earlier stage")
 
@@ -465,7 +457,7 @@ class Pipeline:
     async def answer(self, request: ProxiedRequest) -> ModelAnswer:
         """Run all stages and answer. Raises HttpError, RequestError."""
         async with self._last_request(request) as (last, run):
-            with _in_stage(self._last, _passed_on(request)), self._timed(self._last, request):
+            with self._last_part.refusing(_passed_on(request)), self._timed(self._last, request):
                 answer = await self._models.answer(last)
             body = answer.body | {"usage": self._usage(run, answer.usage)}
             headers = self._last_part.headers(run.headers(answer.headers))
@@ -475,7 +467,7 @@ class Pipeline:
     async def stream(self, request: ProxiedRequest) -> AsyncIterator[ModelStream]:
         """The last stage's stream. Raises HttpError, RequestError."""
         async with self._last_request(request) as (last, run):
-            with _in_stage(self._last, _passed_on(request)), self._timed(self._last, request):
+            with self._last_part.refusing(_passed_on(request)), self._timed(self._last, request):
                 async with self._models.stream(last) as stream:
                     headers = self._last_part.headers(run.headers(stream.headers))
                     report, usage = self._told, partial(self._usage, run)
@@ -493,9 +485,9 @@ class Pipeline:
         async with self._budget_of(request).place(request.deadline):
             run = _Run(request, variables)
             for stage in self._stages[:-1]:
-                with _in_stage(stage):
+                with _part_of(stage).refusing():
                     run.variables[stage.name] = await self._made(stage, run)
-            with _in_stage(self._last):
+            with self._last_part.refusing():
                 last = await self._for_last(run)
             yield last, run
 
@@ -637,15 +629,6 @@ def _texts_of_run(stage: _EmbedStage | _RerankStage, run: _Run) -> list[str]:
     if stage.documents_of is None:
         return documents_in(run.request.own_fields.get(_DOCUMENTS))
     return [text for text in run.variables[stage.documents_of]["texts"] if text]
-
-
-@contextmanager
-def _in_stage(stage: _Stage, fields: Collection[str] = ()) -> Iterator[None]:
-    """Add a stage's name to its errors. fields: see `Part.refusal`."""
-    try:
-        yield
-    except (HttpError, RequestError) as error:
-        raise _part_of(stage).refusal(error, fields) from error
 
 
 def _passed_on(request: ProxiedRequest) -> set[str]:

@@ -162,7 +162,9 @@ def _node_address() -> str:
 
 
 class _EngineChild:
-    """The process of an engine, or of one host of it, as a child of an actor."""
+    """The process of an engine, or of one host of it, as a child of an actor. Itself the actor for
+    a replica's host other than the first.
+    """
 
     def __init__(self, fleet: RayFleet, arm: str, name: str):
         self._fleet, self._arm = fleet, arm
@@ -174,8 +176,10 @@ class _EngineChild:
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self, place: ReplicaHost | None) -> None:
-        """Start the process. place: its host in a replica on several hosts. Raises OSError."""
+    async def start(self, place: ReplicaHost | None) -> str:
+        """Start the process and return its URL. place: its host in a replica on several hosts.
+        Raises OSError.
+        """
         fleet = self._fleet
         model, section = fleet.config.arms[self._arm]
         port = free_port(self.host)
@@ -187,6 +191,7 @@ class _EngineChild:
             stdout=asyncio.subprocess.DEVNULL,
             env=child_environ() | self._environ,
         )
+        return self.url
 
     def take(self, environ: dict[str, str]) -> None:
         """Accept other keys from now on."""
@@ -196,7 +201,6 @@ class _EngineChild:
         if self._process is not None:
             tell(self._process, environ)
 
-    @property
     def has_ended(self) -> bool:
         return self._process is not None and _has_ended(self._process)
 
@@ -216,31 +220,6 @@ class _EngineChild:
             limit_s = self._fleet.config.server.drain_s + self._fleet.grace_s
             await asyncio.wait_for(process.wait(), limit_s)
         await end_child(process)
-
-
-class _HostActor:
-    """Actor for a replica's host other than the first."""
-
-    def __init__(self, fleet: RayFleet, arm: str, name: str, place: ReplicaHost):
-        self._child = _EngineChild(fleet, arm, name)
-        self._place = place
-
-    async def start(self) -> str:
-        """Start its process and return its URL. Raises OSError."""
-        await self._child.start(self._place)
-        return self._child.url
-
-    async def take(self, environ: dict[str, str]) -> None:
-        self._child.take(environ)
-
-    async def has_ended(self) -> bool:
-        return self._child.has_ended
-
-    async def kill(self) -> None:
-        self._child.kill()
-
-    async def drain(self) -> None:
-        await self._child.drain()
 
 
 class EngineActor:
@@ -277,35 +256,35 @@ class EngineActor:
     async def _start(self) -> None:
         """Start the processes of all hosts. Raises OSError or RayError."""
         await self._take_keys()
+        places: list[ReplicaHost] = []
         if self._n_hosts == 1:
             await self._child.start(None)
         else:
             host = self._child.host
             coordinator = str(HostAddress(host, free_port(host)))
             await self._child.start(ReplicaHost(coordinator, 0))
-            self._others = [
-                self._make_host(ReplicaHost(coordinator, host_id))
-                for host_id in range(1, self._n_hosts)
-            ]
+            places = [ReplicaHost(coordinator, host_id) for host_id in range(1, self._n_hosts)]
+            self._others = [self._make_host(place.host_id) for place in places]
             await self._take_keys()
-        started = await asyncio.gather(*(other.start.remote() for other in self._others))
+        pairs = zip(self._others, places, strict=True)
+        started = await asyncio.gather(*(other.start.remote(place) for other, place in pairs))
         urls = {self._name: self._child.url}
         if self._all_serve:
             urls |= {self._name_of(host_id): url for host_id, url in enumerate(started, 1)}
         self._replicas = [Replica(name, url, self._fleet.key) for name, url in urls.items()]
         self._watch.begin(self._replicas)
 
-    def _make_host(self, place: ReplicaHost) -> Any:
+    def _make_host(self, host_id: int) -> Any:
         """Create the actor for another host, in its bundle of the replica's placement group."""
-        actor: Any = ray.remote(_HostActor)
+        actor: Any = ray.remote(_EngineChild)
         group = get_current_placement_group()
         assert group is not None  # set by `build_application`
         return actor.options(
             **self._wanted.actor_options,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=place.host_id
+                placement_group=group, placement_group_bundle_index=host_id
             ),
-        ).remote(self._fleet, self._arm, self._name_of(place.host_id), place)
+        ).remote(self._fleet, self._arm, self._name_of(host_id))
 
     def _name_of(self, host_id: int) -> str:
         return f"{self._name}.{host_id}"
@@ -318,7 +297,7 @@ class EngineActor:
 
     async def _announce(self) -> None:
         """Announce the engines regularly until the process ends or the arm rests."""
-        while not self._child.has_ended:
+        while not self._child.has_ended():
             try:
                 await self._take_keys()
                 for replica in self._replicas:
@@ -353,7 +332,7 @@ class EngineActor:
                 _log.error("candidate: %s before it was ready", error)
                 return
             await self._announce()
-            if self._child.has_ended:
+            if self._child.has_ended():
                 return  # Serve learns of it by `check_health`
             _log.info("candidate: %s ends, since it is to have no requests", self._name)
             await self._end()
@@ -385,7 +364,7 @@ class EngineActor:
         raise JitneyError(f"the process of {lost} ended")
 
     async def _lost(self) -> str | None:
-        if self._child.has_ended:
+        if self._child.has_ended():
             return self._name
         for host_id, other in enumerate(self._others, 1):
             if await _is_lost(other):

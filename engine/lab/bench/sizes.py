@@ -12,11 +12,11 @@ import math
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
-from typing import IO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from jitney.engine.common.child_process import end_child, start_child
+from jitney.engine.common.child_process import end_child, last_line, start_child
 from jitney.engine.common.core_start import core_environ
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.config import Config, settings
@@ -393,7 +393,7 @@ async def time_apart(
         finally:
             await end_child(process)
         if times is None:
-            raise JitneyError(f"steps cannot be timed: {_last_line(errors)}")
+            raise JitneyError(f"steps cannot be timed: {last_line(errors)}")
         return times
 
 
@@ -413,9 +413,3 @@ async def _last_of(
         if message.times is not None:
             return message.times
     return None
-
-
-def _last_line(errors: IO[bytes]) -> str:
-    errors.seek(0)
-    said = errors.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(said) if line.strip()), "nothing said")[:300]

@@ -45,7 +45,7 @@ def bench_sizes(arguments: Sequence[str]) -> int:
     sizes = ServerSizes(resolved)
     chosen = TunedSizes(measured.values, date.today().isoformat())
     if args.keep:
-        reason = sizes.keep(chosen)
+        reason = chosen.keep(config, sizes.machine)
         if reason:
             raise ConfigError(f"the sizes cannot be kept: {reason}")
     report = {"machine": sizes.machine, "model": config.model.id, **msgspec.to_builtins(measured)}

@@ -21,6 +21,7 @@ from typing import IO, ClassVar, Protocol
 
 import msgspec
 
+from jitney.engine.common.child_process import last_line
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.rows import About, Floors, PartJob, Row
@@ -335,7 +336,7 @@ def _run_apart(job: PartJob, environment: Mapping[str, str]) -> Iterator[PartMes
             yield from _read_lines(process.stdout, until)
             status = process.wait(max(1.0, until - time.monotonic()))
             if status:
-                why = f"failed: the process ended with status {status}: {_last_line(errors)}"
+                why = f"failed: the process ended with status {status}: {last_line(errors)}"
         except (TimeoutError, subprocess.TimeoutExpired):
             why = f"not finished: {Row.NO_TIME}"
         finally:
@@ -383,9 +384,3 @@ def _read_lines(stream: IO[bytes], until: float) -> Iterator[PartMessage]:
             return
         if text.startswith(b"{"):  # libraries may print other lines
             yield msgspec.json.decode(text, type=PartMessage)
-
-
-def _last_line(errors: IO[bytes]) -> str:
-    errors.seek(0)
-    said = errors.read().decode(errors="replace").strip().splitlines()
-    return said[-1][:200] if said else "nothing said"
