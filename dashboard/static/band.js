@@ -1,6 +1,6 @@
 // The band above the seats: the main figures for an operator, each with a line of its last minutes or hours.
 
-import {colour, count, make, mark, onWidth, pen, percent, resize, say, seconds} from "./dom.js";
+import {colour, count, make, mark, onWidth, pen, percent, recall, remember, resize, say, seconds, shareInWords as share} from "./dom.js";
 import {limitOf} from "./history.js";
 import {KEPT_S} from "./stays.js";
 
@@ -13,9 +13,7 @@ const EVERY_MS = 1000;
 const MINUTE_S = 60;
 const STORE = "jitney-price";
 
-const isNumber = (value) => value !== null && value !== undefined && Number.isFinite(value);
-const whole = (value) => (isNumber(value) ? count(value) : "–");
-const share = (value) => (isNumber(value) ? percent(value, 1) : "–");
+const whole = (value) => (Number.isFinite(value) ? count(value) : "–");
 
 /** The three percentiles of a latency as curves. */
 const points = (name) => [
@@ -59,7 +57,7 @@ const FIGURES = [
     curves: [[(bin) => bin.pages, "decode"]],
     pool: largest,
     words: ({pages, allPages, hits}) => [
-      isNumber(pages) && allPages ? percent(pages, allPages) : "–",
+      Number.isFinite(pages) && allPages ? percent(pages, allPages) : "–",
       `prefix hits ${share(hits)}`,
     ],
   },
@@ -80,7 +78,7 @@ const FIGURES = [
     curves: [[(bin) => useful(bin), "faint"]],
     pool: mean,
     words: ({price}) =>
-      isNumber(price) ? [price.toPrecision(3), "a million useful tokens"] : ["–", "set one in Settings"],
+      Number.isFinite(price) ? [price.toPrecision(3), "a million useful tokens"] : ["–", "set one in Settings"],
   },
 ];
 
@@ -88,25 +86,12 @@ const useful = (bin) => bin.rows.prefill + bin.rows.decode + bin.rows.accepted;
 const hitShare = (cached, read) => (cached + read ? cached / (cached + read) : null);
 
 /** The price of this engine for an hour, as the reader entered it; null: none. */
-let price = storedPrice();
+let price = Number(recall(STORE)) || null;
 export const pricePerHour = () => price;
 
-/** Store a price in this browser, if the browser allows it. */
 export function setPricePerHour(text) {
   price = Number(text) || null;
-  try {
-    localStorage.setItem(STORE, text);
-  } catch {
-    // then the price is lost when the page closes
-  }
-}
-
-function storedPrice() {
-  try {
-    return Number(localStorage.getItem(STORE)) || null;
-  } catch {
-    return null;
-  }
+  remember(STORE, price);
 }
 
 export class Band {
@@ -167,7 +152,7 @@ export class Band {
 
   draw({figure, canvas, width}, bins, t) {
     const lines = figure.curves.map(([value]) => pooled(bins, value, figure.pool, width >> 1));
-    const most = Math.max(1e-9, ...lines.flat().filter(isNumber));
+    const most = Math.max(1e-9, ...lines.flat().filter(Number.isFinite));
     resize(canvas, width, HIGH);
     const context = pen(canvas);
     context.clearRect(0, 0, width, HIGH);
@@ -188,7 +173,7 @@ function pooled(bins, value, pool, most) {
   const line = [];
   for (let i = 0; i < bins.length; i += each) {
     const values = bins.slice(i, i + each).map((bin) => (bin ? value(bin) : null));
-    const numbers = values.filter(isNumber);
+    const numbers = values.filter(Number.isFinite);
     line.push(numbers.length ? pool(numbers) : null);
   }
   return line;

@@ -1,6 +1,6 @@
 // The share of its device that the engine uses; unknown values are shown as unknown.
 
-import {make, percent, say} from "./dom.js";
+import {make, percent, say, shareInWords as share} from "./dom.js";
 
 const UNITS = [
   [1e12, "T"],
@@ -31,8 +31,6 @@ function makeLine(element, name) {
   element.append(make("dt", {}, name), make("dd", {}, value, meter));
   return {value, meter};
 }
-
-const share = (part) => (Number.isFinite(part) ? percent(part, 1) : "–");
 
 function ofMost(part, amount, most, unit) {
   if (Number.isFinite(part)) {

@@ -55,6 +55,10 @@ export function table(element, head, rows) {
   });
 }
 
+/** A closed box with a table, for readers who cannot see the picture that it belongs to. */
+export const twin = (name, title, element) =>
+  make("details", {class: name}, make("summary", {}, title), make("div", {class: "scroll"}, element));
+
 export const heading = (names) =>
   make("tr", {}, ...names.map((name) => make("th", {scope: "col"}, name)));
 
@@ -77,6 +81,8 @@ export function percent(part, whole) {
   const share = (100 * part) / whole;
   return whole ? `${share && share < 9.95 ? share.toFixed(1) : Math.round(share)}\u00a0%` : "–";
 }
+/** A share, or a dash where it is not known. */
+export const shareInWords = (value) => (Number.isFinite(value) ? percent(value, 1) : "–");
 export const short = (text, length) =>
   text.length > length ? text.slice(0, length - 1) + "…" : text;
 export const sum = (counts) => Object.values(counts).reduce((all, value) => all + value, 0);
@@ -201,6 +207,24 @@ export function watchVisible(elements, margin = "200px") {
     observer.observe(element);
   }
   return (element) => seen.has(element);
+}
+
+/** What this browser stored under a name; null: nothing that can be read. */
+export function recall(name) {
+  try {
+    return JSON.parse(localStorage.getItem(name));
+  } catch {
+    return null;
+  }
+}
+
+/** Store a value in this browser. One that refuses storage forgets it when the page closes. */
+export function remember(name, value) {
+  try {
+    localStorage.setItem(name, JSON.stringify(value));
+  } catch {
+    // as said above
+  }
 }
 
 export function bytes(base64) {

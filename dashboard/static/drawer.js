@@ -1,6 +1,6 @@
 // One request in full: the causes of its latency in plain words, its waterfall, the gaps between its tokens.
 
-import {$, make, percent, seconds, short, table} from "./dom.js";
+import {$, make, percent, seconds, short, table, twin} from "./dom.js";
 import {ask} from "./feed.js";
 import {drawCadence} from "./cadence.js";
 import {stateInWords} from "./requests.js";
@@ -268,12 +268,7 @@ function pauses({cadence: {t}, arrival}) {
     ["Token", "Came after", "Pause before it"],
     longest.map(({token, at, gap}) => [token, seconds(at), seconds(gap)]),
   );
-  return make(
-    "details",
-    {class: "pauses"},
-    make("summary", {}, "Longest pauses as a table"),
-    make("div", {class: "scroll"}, element),
-  );
+  return twin("pauses", "Longest pauses as a table", element);
 }
 
 function chunks(detail) {
@@ -301,12 +296,7 @@ function chunks(detail) {
       chunk.from === null ? "" : seconds(chunk.to - chunk.from),
     ]),
   );
-  return make(
-    "details",
-    {class: "chunks"},
-    make("summary", {}, "Prompt chunks as a table"),
-    make("div", {class: "scroll"}, element),
-  );
+  return twin("chunks", "Prompt chunks as a table", element);
 }
 
 function texts(detail) {

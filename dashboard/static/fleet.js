@@ -1,10 +1,10 @@
 // The page of a fleet: one feed describes all replicas (its fields are explained in dashboard/fleet.py), and the newest
 // frame is drawn at most once per animation frame.
 
-import {$, count, legend, make, percent, reducedMotion, say, seconds, sum, table} from "./dom.js";
+import {$, count, legend, make, mark, percent, reducedMotion, say, seconds, shareInWords, sum, table} from "./dom.js";
 import {watch} from "./feed.js";
 import {FleetRequests} from "./fleetrequests.js";
-import {Replicas, hitsInWords, noteOf, priceInWords, waitInWords} from "./replicas.js";
+import {Replicas, noteOf, priceInWords, waitInWords} from "./replicas.js";
 import {Rollouts} from "./rollouts.js";
 import {seatLegend} from "./seats.js";
 import {Tenants} from "./tenants.js";
@@ -157,7 +157,7 @@ function showSums(sums) {
     ],
     ["Output tok/s", count(sums.output_rate)],
     ["Prompt tok/s", count(sums.prompt_rate)],
-    ["Prefix hits", hitsInWords(sums.hits)],
+    ["Prefix hits", shareInWords(sums.hits)],
     ["Waiting", count(sums.waiting), undefined, sums.waiting ? "waits" : ""],
     ...(sums.refused ? [refusals(sums)] : []),
     ["Longest predicted wait", waitInWords(sums.predicted_wait_s), undefined, sums.predicted_wait_s ? "waits" : ""],
@@ -190,7 +190,7 @@ let tiles = null;
 /** Show the figures: [name, value, share for a meter (undefined: no meter), mark] each. */
 function showTiles(values) {
   tiles ??= values.map(([name, , share]) => makeTile(name, share !== undefined));
-  values.forEach(([, value, share, mark], i) => setTile(tiles[i], value, share, mark));
+  values.forEach(([, value, share, kind], i) => setTile(tiles[i], value, share, kind));
 }
 
 function makeTile(name, metered) {
@@ -205,15 +205,12 @@ function makeTile(name, metered) {
   return {tile, value, meter};
 }
 
-function setTile({tile, value, meter}, text, share, mark) {
+function setTile({tile, value, meter}, text, share, kind) {
   say(value, text);
   if (meter && Number.isFinite(share)) {
     meter.value = share;
   }
-  const kind = `figure ${mark ?? ""}`.trim();
-  if (tile.className !== kind) {
-    tile.className = kind;
-  }
+  mark(tile, "class", `figure ${kind ?? ""}`.trim());
 }
 
 /** The tile of refused requests. */
@@ -265,7 +262,7 @@ function fillTable() {
     card.output_rate,
     card.prompt_rate,
     card.boarding_rate,
-    hitsInWords(card.hits),
+    shareInWords(card.hits),
     percent(card.pages_used, card.pages),
     card.restarts,
     card.model,
@@ -279,9 +276,7 @@ function fillTable() {
 function updateState() {
   const silent = performance.now() - heardAt;
   const state = stateNow(silent);
-  if (document.body.dataset.state !== state) {
-    document.body.dataset.state = state;
-  }
+  mark(document.body, "data-state", state);
   say($("state"), state === "unready" ? "not ready" : state);
   const last = fleet ? " The last values are shown." : "";
   const text =
@@ -306,10 +301,6 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     $("find").focus();
   }
-});
-$("sign-out").addEventListener("click", async () => {
-  await fetch("sign-out", {method: "POST"}).catch(() => null);
-  location.reload();
 });
 $("replica-details").addEventListener("toggle", () => {
   filledAt = 0;

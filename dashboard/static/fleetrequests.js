@@ -12,7 +12,12 @@ const nameOf = ({request, index}) => (index ? `${request} (${index})` : request)
 
 export class FleetRequests {
   constructor() {
-    this.polled = new Polled(() => "", "requests", {note: $("request-note"), show: (answer) => this.show(answer), every: EVERY_MS});
+    this.polled = new Polled(() => "", "requests", {
+      note: $("request-note"),
+      show: (answer) => this.show(answer),
+      every: EVERY_MS,
+      query: () => this.query,
+    });
     this.list = new Listing(
       $("request-table"),
       [
@@ -34,9 +39,9 @@ export class FleetRequests {
     let timer = null;
     $("request-search").addEventListener("input", () => {
       clearTimeout(timer);
-      timer = setTimeout(() => this.refresh(), TYPED_MS);
+      timer = setTimeout(() => this.polled.refresh(), TYPED_MS);
     });
-    $("request-state").addEventListener("change", () => this.refresh());
+    $("request-state").addEventListener("change", () => this.polled.refresh());
   }
 
   get query() {
@@ -46,17 +51,11 @@ export class FleetRequests {
   /** Search for a text. */
   find(text) {
     $("request-search").value = text;
-    this.refresh();
-  }
-
-  refresh() {
-    return this.polled.refresh(this.query);
+    this.polled.refresh();
   }
 
   frame(isShown) {
-    if (isShown && !this.polled.asking && performance.now() >= this.polled.dueAt) {
-      this.refresh();
-    }
+    this.polled.frame(isShown);
   }
 
   show({requests, missing}) {

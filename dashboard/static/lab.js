@@ -1,8 +1,8 @@
 // The policy lab: the last minutes of traffic, replayed in the simulator under each policy, side by side.
 
-import {$, make, say} from "./dom.js";
-import {ask} from "./feed.js";
+import {$, make, watchVisible} from "./dom.js";
 import {showFigures, showTimelines} from "./labshow.js";
+import {Polled} from "./listing.js";
 
 const EVERY_MS = 1000;
 /** Settings that are a choice from a list. */
@@ -10,54 +10,47 @@ const ORDERS = {order: ["fcfs", "priority", "shortest", "fair"]};
 
 export class Lab {
   constructor(section, base) {
-    Object.assign(this, {section, base, timer: null, timelines: [], shown: null});
+    Object.assign(this, {section, timelines: [], shown: null, visible: watchVisible([section], "0px")});
+    this.polled = new Polled(base, "lab", {
+      note: $("lab-note"),
+      show: (status) => this.show(status),
+      every: EVERY_MS,
+      words: () => (this.status ? progressInWords(this.status) : ""),
+    });
     $("lab-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.run();
     });
-    $("lab-stop").addEventListener("click", () => this.stop());
-    const seen = ([entry]) => {
-      if (entry.isIntersecting && !this.status) {
-        this.refresh();
-      }
-    };
-    new IntersectionObserver(seen).observe(section);
+    $("lab-stop").addEventListener("click", () => this.polled.refresh("", {method: "DELETE"}));
+  }
+
+  /** The newest status; null before it is known. */
+  get status() {
+    return this.polled.answer;
   }
 
   /** Show another engine. */
   reset() {
-    clearTimeout(this.timer);
-    this.status = null; // the newest status
+    this.polled.reset();
     this.shown = null; // id of the experiment whose result is shown
     this.timelines = [];
     $("lab-result").replaceChildren();
     $("lab-settings").replaceChildren();
   }
 
+  /** Ask once when the section comes into view, and again while an experiment runs. */
   frame() {
-    if (this.status?.state === "running" && !this.timer) {
-      this.later();
-    }
+    const isAsked = this.polled.shownBase !== null;
+    this.polled.frame(isAsked ? this.status?.state === "running" : this.visible(this.section));
   }
+
   restyle() {
     for (const timeline of this.timelines) {
       timeline.restyle();
     }
   }
 
-  later() {
-    this.timer = setTimeout(() => {
-      this.timer = null;
-      this.refresh();
-    }, EVERY_MS);
-  }
-
-  async refresh() {
-    const base = this.base();
-    await this.take(ask(`${base}lab`), base);
-  }
-
-  async run() {
+  run() {
     const boxes = [...document.querySelectorAll("[name=lab-policy]:checked")];
     const experiment = {
       minutes: Number($("lab-minutes").value),
@@ -71,11 +64,7 @@ export class Lab {
       headers: {"content-type": "application/json"},
       body: JSON.stringify(experiment),
     };
-    await this.take(ask(`${this.base()}lab`, options), this.base());
-  }
-
-  async stop() {
-    await this.take(ask(`${this.base()}lab`, {method: "DELETE"}), this.base());
+    this.polled.refresh("", options);
   }
 
   /** Settings that differ from the engine's own. */
@@ -85,29 +74,12 @@ export class Lab {
     return Object.fromEntries(changed.map((field) => [field.name, valueOf(field)]));
   }
 
-  async take(answer, base) {
-    try {
-      const status = await answer;
-      if (base !== this.base()) {
-        return;
-      }
-      this.status = status;
-      this.show(status);
-    } catch (error) {
-      say($("lab-note"), error.message);
-    }
-  }
-
   show(status) {
     const running = status.state === "running";
     $("lab-run").disabled = running;
     $("lab-stop").hidden = !running;
     if (!$("lab-settings").children.length) {
       this.offerSettings(status.settings);
-    }
-    say($("lab-note"), progressInWords(status));
-    if (running && !this.timer) {
-      this.later();
     }
     if (status.result && this.shown !== status.id) {
       this.showResult(status);

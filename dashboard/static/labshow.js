@@ -1,15 +1,13 @@
 // The lab's results: figures beside the measured ones, and the seat timelines below one another on one time scale.
 
-import {heading, make, percent, seconds} from "./dom.js";
+import {heading, make, seconds, shareInWords as share, twin} from "./dom.js";
 import {Stays} from "./stays.js";
 import {Timeline} from "./timeline.js";
 
 /** Approximate height of one picture in CSS pixels. */
 const HIGH = 150;
 
-const isKnown = (value) => value !== null && value !== undefined;
-const rate = (value) => (isKnown(value) ? value.toFixed(value < 10 ? 2 : 0) : "–");
-const share = (value) => (isKnown(value) ? percent(value, 1) : "–");
+const rate = (value) => (Number.isFinite(value) ? value.toFixed(value < 10 ? 2 : 0) : "–");
 /** [name, figure, text, whether more is better]. */
 const FIGURES = [
   ["Output tok/s", (f) => f.output_tok_s, rate, true],
@@ -37,7 +35,7 @@ export function showFigures(element, result, names) {
     const read = figure[1];
     const values = names.map((policy) => read(result.policies[policy].figures));
     const seen = measured ? [read(measured.figures ?? {})] : [];
-    if ([...values, ...seen].some(isKnown)) {
+    if ([...values, ...seen].some(Number.isFinite)) {
       body.append(figureRow(figure, values, seen));
     }
   }
@@ -45,7 +43,7 @@ export function showFigures(element, result, names) {
 
 /** values: predictions, of which the best is marked; seen: measured values. */
 function figureRow([name, , text, more], values, seen) {
-  const numbers = values.filter(isKnown);
+  const numbers = values.filter(Number.isFinite);
   const best = text(more ? Math.max(...numbers) : Math.min(...numbers));
   const differ = new Set(values.map(text)).size > 1; // equal texts count as equal
   const cells = values.map((value) => {
@@ -75,12 +73,7 @@ export function showTimelines(element, result, names) {
 function picture(element, name, columns, {end, seats, now}) {
   const done = `done after ${seconds(end)}`;
   const rows = make("table");
-  const twin = make(
-    "details",
-    {},
-    make("summary", {}, "Newest stays as a table"),
-    make("div", {class: "scroll"}, rows),
-  );
+  const box = twin("stays", "Newest stays as a table", rows);
   const canvas = make("canvas", {role: "img", "aria-label": `Seat timeline, ${name}: ${done}`});
   const reading = make("p", {class: "reading"}, "Blank is an idle seat.");
   element.append(
@@ -90,7 +83,7 @@ function picture(element, name, columns, {end, seats, now}) {
       make("figcaption", {}, `${name}: ${done}`),
       make("div", {class: "stage"}, canvas),
       reading,
-      twin,
+      box,
     ),
   );
   const timeline = new Timeline({
@@ -101,7 +94,7 @@ function picture(element, name, columns, {end, seats, now}) {
     high: HIGH,
     describe: (t) => `${+t.toFixed(1)} s`,
   });
-  twin.addEventListener("toggle", () => timeline.fillTable(rows));
+  box.addEventListener("toggle", () => timeline.fillTable(rows));
   return Object.assign(timeline, {seats, now});
 }
 

@@ -5,9 +5,10 @@ import {ask} from "./feed.js";
 
 /** A route of the engine, requested again every `every` milliseconds while visible. */
 export class Polled {
-  /** base(): the path before the engine's own; note: element for error messages; show(answer). */
-  constructor(base, path, {note, show, every = 2000}) {
-    Object.assign(this, {base, path, note, onAnswer: show, every});
+  /** base(): the path before the engine's own; note: element for error messages, else for words(); show(answer);
+   *  query(): what follows the path. */
+  constructor(base, path, {note, show, every = 2000, query = () => "", words = () => ""}) {
+    Object.assign(this, {base, path, note, onAnswer: show, every, query, words});
     this.reset();
   }
 
@@ -26,7 +27,7 @@ export class Polled {
   }
 
   /** Request the route now; options: of fetch, for a path below its own. */
-  async refresh(rest = "", options = {}) {
+  async refresh(rest = this.query(), options = {}) {
     const base = (this.shownBase = this.base());
     this.asking = true;
     this.dueAt = performance.now() + this.every;
@@ -41,7 +42,7 @@ export class Polled {
       trouble = error.message;
     }
     this.asking = false;
-    say(this.note, trouble);
+    say(this.note, trouble || this.words());
     this.note.classList.toggle("bad", Boolean(trouble));
   }
 }

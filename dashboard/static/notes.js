@@ -1,7 +1,7 @@
 // The engine's notes: compiles while serving, outages, preemption storms, refusals. The notes list has all of them; the
 // first screen has those not marked as seen yet.
 
-import {$, make, say} from "./dom.js";
+import {$, make, recall, remember, say} from "./dom.js";
 import {ago} from "./status.js";
 
 const SIGN = {info: "·", warn: "!", error: "▲"};
@@ -41,7 +41,8 @@ export class Incidents {
   constructor() {
     this.element = $("incidents");
     this.lines = new Map(); // by name: {line, text}
-    this.seen = remembered();
+    const seen = recall(STORE);
+    this.seen = Array.isArray(seen) ? seen : [];
   }
 
   /** run: of the server that sent the notes; clock(t): a moment as the time of day. */
@@ -70,7 +71,7 @@ export class Incidents {
     const line = make("li", {class: note.level}, text, button);
     button.addEventListener("click", () => {
       this.seen = [...this.seen, name].slice(-MOST_SEEN);
-      remember(this.seen);
+      remember(STORE, this.seen);
       line.remove();
       this.lines.delete(name);
       this.element.hidden = !this.lines.size;
@@ -78,23 +79,5 @@ export class Incidents {
     this.element.prepend(line);
     this.lines.set(name, {line, text});
     return this.lines.get(name);
-  }
-}
-
-/** Names of seen incidents. A browser may refuse storage: then they last as long as the page is open. */
-function remembered() {
-  try {
-    const seen = JSON.parse(localStorage.getItem(STORE));
-    return Array.isArray(seen) ? seen : [];
-  } catch {
-    return [];
-  }
-}
-
-function remember(names) {
-  try {
-    localStorage.setItem(STORE, JSON.stringify(names));
-  } catch {
-    // see `remembered`
   }
 }

@@ -457,10 +457,6 @@ $("copy").addEventListener("click", async () => {
   const copied = () => say($("copy"), "Copied");
   await navigator.clipboard?.writeText($("curl").textContent).then(copied, () => {});
 });
-$("sign-out").addEventListener("click", async () => {
-  await fetch("sign-out", {method: "POST"}).catch(() => null);
-  location.reload();
-});
 for (const details of document.querySelectorAll("details")) {
   details.addEventListener("toggle", () => {
     filledAt = 0;

@@ -1,6 +1,7 @@
 // The replicas: a card each, in the order of the feed.
 
-import {count, make, onWidth, percent, say, seconds} from "./dom.js";
+import {count, make, mark, onWidth, percent, say, seconds, shareInWords} from "./dom.js";
+import {loading} from "./status.js";
 import {SeatMap, forgetSheets} from "./seatmap.js";
 
 /** Card sizes, by the most replicas that have them. tallest: of the seat maps, in CSS pixels; beside: width of the
@@ -13,7 +14,6 @@ const SIZES = [
 
 /** Predicted wait in readable units. */
 export const waitInWords = (wait) => (wait === null ? "–" : seconds(wait));
-export const hitsInWords = (share) => (share === null ? "–" : percent(share, 1));
 export const priceInWords = (price) => (price === null ? "–" : price.toLocaleString("en"));
 /** Duration of a continuing state, in whole seconds. */
 const lasting = (time) => (time < 60 ? `${Math.max(0, Math.round(time))} s` : seconds(time));
@@ -32,9 +32,7 @@ export function noteOf(card, t) {
     return `Its process was started, and does not answer yet. ${restarts}`;
   }
   if (card.progress) {
-    const {stage, done, total} = card.progress;
-    const far = total > 1000 ? percent(done, total) : `${count(done)} of ${count(total)}`;
-    return `Loading: ${stage} ${far}. ${restarts}`;
+    return `${loading(card.progress)}. ${restarts}`;
   }
   if (card.state === "silent") {
     return `Its engine says nothing. ${restarts}`;
@@ -51,7 +49,7 @@ function figuresOf(card, priced) {
     ["Predicted wait", waitInWords(card.predicted_wait_s), "more"],
     ["Output tok/s", count(card.output_rate), ""],
     ["KV pages", percent(card.pages_used, card.pages), "more"],
-    ["Prefix hits", hitsInWords(card.hits), "more"],
+    ["Prefix hits", shareInWords(card.hits), "more"],
     ...(priced ? [["Price / M tok", priceInWords(card.price), "more"]] : []),
   ];
 }
@@ -87,20 +85,14 @@ class ReplicaCard {
   }
 
   show(card, t, width, tallest) {
-    if (this.element.dataset.state !== card.state) {
-      this.element.dataset.state = card.state;
-    }
-    if (this.title.title !== card.url) {
-      this.title.title = card.url;
-    }
+    mark(this.element, "data-state", card.state);
+    mark(this.title, "title", card.url);
     say(this.word, card.state);
     this.map.show(card.seats, width, tallest);
     const seats = card.seats.length;
     const last = SILENT.includes(card.state) ? ", as it was heard of last" : "";
     const label = seats ? `${card.taken} of ${seats} seats taken${last}` : "No seats are known";
-    if (this.canvas.getAttribute("aria-label") !== label) {
-      this.canvas.setAttribute("aria-label", label);
-    }
+    mark(this.canvas, "aria-label", label);
     this.showFigures(figuresOf(card, this.hello.price_per_hour !== null));
     const note = noteOf(card, t).trim();
     say(this.note, note);
@@ -108,7 +100,7 @@ class ReplicaCard {
   }
 
   showFigures(figures) {
-    figures.forEach(([name, value, mark], i) => {
+    figures.forEach(([name, value, kind], i) => {
       if (!this.shown[i]) {
         this.shown[i] = {value: make("dd"), row: make("div")};
         this.shown[i].row.append(make("dt", {}, name), this.shown[i].value);
@@ -116,9 +108,7 @@ class ReplicaCard {
       }
       const {value: place, row} = this.shown[i];
       say(place, value);
-      if (row.className !== mark) {
-        row.className = mark;
-      }
+      mark(row, "class", kind);
     });
   }
 }

@@ -1,7 +1,7 @@
 // The newest requests as a table: sortable, and usable with the keyboard alone.
 
-import {$, make, saveFile, say, seconds, short, watchVisible} from "./dom.js";
-import {ask} from "./feed.js";
+import {$, make, mark, saveFile, say, seconds, short, watchVisible} from "./dom.js";
+import {Polled} from "./listing.js";
 
 const EVERY_MS = 1000;
 const LIMIT = 200;
@@ -63,15 +63,13 @@ function compare(a, b, sign) {
 export class Requests {
   /** words.clock(t): a moment as the time of day; words.place(row): the place in the queue. */
   constructor(element, base, onPick, words) {
-    Object.assign(this, {
-      element,
-      base,
-      onPick,
-      words,
-      rows: null, // not loaded yet
-      sort: null,
-      falling: false,
-      isAsking: false,
+    Object.assign(this, {element, onPick, words, sort: null, falling: false});
+    this.polled = new Polled(base, "requests", {
+      note: $("request-note"),
+      show: () => this.show(),
+      every: EVERY_MS,
+      query: () => `?${this.query}`,
+      words: () => this.note,
     });
     this.visible = watchVisible([element.parentElement]);
     const headings = COLUMNS.map(([name], i) => this.heading(name, i));
@@ -80,7 +78,7 @@ export class Requests {
     this.body.addEventListener("keydown", (event) => this.key(event));
     this.body.addEventListener("click", (event) => this.open(event.target.closest("tr")));
     const anew = () => {
-      this.askedAt = 0;
+      this.polled.dueAt = 0;
       this.frame(false, true);
     };
     $("request-state").addEventListener("change", anew);
@@ -90,9 +88,9 @@ export class Requests {
   }
 
   reset() {
-    this.rows = null;
-    this.askedAt = 0;
+    this.polled.reset();
     this.show();
+    say($("request-note"), this.note);
   }
 
   heading(name, i) {
@@ -112,20 +110,13 @@ export class Requests {
 
   /** Load the rows again if they are due and visible. */
   frame(still, live) {
-    const now = performance.now();
-    const seen = this.visible(this.element.parentElement);
-    const due = !this.isAsking && now - this.askedAt >= EVERY_MS;
-    if (still || !live || !seen || !due) {
-      return;
-    }
-    this.askedAt = now;
-    this.refresh();
+    this.polled.frame(!still && live && this.visible(this.element.parentElement));
   }
 
   /** Search for a text. */
   find(text) {
     $("request-search").value = text;
-    this.askedAt = 0;
+    this.polled.dueAt = 0;
   }
 
   get query() {
@@ -141,20 +132,9 @@ export class Requests {
     saveFile("jitney-requests.csv", "text/csv", [head, ...lines].map((line) => line.join(",")).join("\n"));
   }
 
-  async refresh() {
-    const base = this.base();
-    this.isAsking = true;
-    try {
-      const listing = await ask(`${base}requests?${this.query}`);
-      if (base === this.base()) {
-        this.rows = listing.requests;
-      }
-      this.trouble = "";
-    } catch (error) {
-      this.trouble = error.message;
-    }
-    this.isAsking = false;
-    this.show();
+  /** The newest requests; null before they are loaded. */
+  get rows() {
+    return this.polled.answer?.requests ?? null;
   }
 
   sorted() {
@@ -173,16 +153,16 @@ export class Requests {
       body.deleteRow(-1);
     }
     rows.forEach((row, i) => this.showRow(body.rows[i] ?? this.newRow(), row));
-    say($("request-note"), this.trouble || this.note(rows.length));
     if (body.rows.length && !body.querySelector("tr[tabindex='0']")) {
       body.rows[0].tabIndex = 0;
     }
   }
 
-  note(count) {
+  get note() {
     if (!this.rows) {
       return "Asked for when they are on the screen.";
     }
+    const count = this.rows.length;
     return count ? `${count} newest. Enter or a click tells why one was slow.` : "There are none.";
   }
 
@@ -195,9 +175,7 @@ export class Requests {
 
   showRow(line, row) {
     line.row = row;
-    if (line.dataset.state !== row.state) {
-      line.dataset.state = row.state;
-    }
+    mark(line, "data-state", row.state);
     COLUMNS.forEach(([, , text], i) => say(line.cells[i], String(text(row, this.words) ?? "")));
   }
 

@@ -1,6 +1,6 @@
 // The top of the page: is the engine full, how many requests wait, which policy is used?
 
-import {$, count, make, percent, say, seconds, sum} from "./dom.js";
+import {$, count, make, mark, percent, say, seconds, sum} from "./dom.js";
 
 const STALE_MS = 3000;
 const POLICY = {
@@ -89,7 +89,8 @@ export function ago(value) {
   return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min ago`;
 }
 
-function loading(progress) {
+/** progress: stage, done, total. */
+export function loading(progress) {
   if (!progress) {
     return "Loading";
   }
@@ -162,9 +163,7 @@ function readingInWords(reading) {
 
 /** The pill, the line of trouble and the progress bar. */
 export function showState(state, frame, silent, trouble) {
-  if (document.body.dataset.state !== state) {
-    document.body.dataset.state = state;
-  }
+  mark(document.body, "data-state", state);
   say($("state"), state);
   const text = trouble || troubleOf(frame, silent);
   $("trouble").hidden = !text;

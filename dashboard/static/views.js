@@ -14,6 +14,10 @@ export class Views {
     this.written = location.hash; // the address that this page last wrote or followed
     this.offered = new Set(names);
     addEventListener("hashchange", () => this.follow());
+    $("sign-out").addEventListener("click", async () => {
+      await fetch("sign-out", {method: "POST"}).catch(() => null);
+      location.reload();
+    });
     onKeys(Object.fromEntries(names.map((name, i) => [String((i + 1) % 10), () => this.go(name)])));
   }
 
