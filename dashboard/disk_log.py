@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Concatenate
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.tasks import beside
 from jitney.engine.server import (
     Database,
     DatabaseKeeper,
@@ -62,12 +63,10 @@ class DiskLog[D: Database](ABC):
     async def at_work(self) -> AsyncIterator[None]:
         """Context in which the log is written."""
         self._opening = asyncio.create_task(self._open())
-        writing = asyncio.create_task(self._write())
         try:
-            yield
+            async with beside(self._write()):
+                yield
         finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
             keeper = await self._opening
             with contextlib.suppress(StoreUnavailable):
                 await self.look(keeper)  # the last news

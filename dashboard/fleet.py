@@ -307,15 +307,15 @@ class FleetView(LiveFeed):
 
     def _hits(self) -> float | None:
         members = [member for member in self.members.values() if member.answers]
-        cached = sum(member.rates.of("cached") for member in members)
-        return hit_share(cached, sum(member.rates.of("prompt") for member in members))
+        cached = sum(member.rates.of("cached_tokens") for member in members)
+        return hit_share(cached, sum(member.rates.of("prompt_tokens") for member in members))
 
     def _price(self) -> float | None:
         """Cost of a million useful rows over the replicas that answer; None without a price."""
         if self.price_per_hour is None:
             return None
         members = [member for member in self.members.values() if member.answers]
-        useful = sum(member.rates.of("useful") for member in members)
+        useful = sum(member.rates.of("useful_rows") for member in members)
         return price_of(self.price_per_hour * len(members), useful)
 
     async def _send_all(self) -> Never:
@@ -387,12 +387,12 @@ def _changes(before: _FleetFrame, now: _FleetFrame) -> _FleetDelta | None:
     changes: _FleetDelta = {"t": now["t"]}
     replicas = {}
     for old, new in zip(before["replicas"], now["replicas"], strict=True):
-        fields = _changed(old, new)
+        fields = sse.changed(old, new)
         if fields:
             replicas[new["name"]] = fields
     if replicas:
         changes["replicas"] = replicas
-    sums = _changed(before["sums"], now["sums"])
+    sums = sse.changed(before["sums"], now["sums"])
     if sums:
         changes["sums"] = sums
     return changes
@@ -400,7 +400,3 @@ def _changes(before: _FleetFrame, now: _FleetFrame) -> _FleetDelta | None:
 
 def _same_replicas(before: Iterable[Card], now: Iterable[Card]) -> bool:
     return [card["name"] for card in before] == [card["name"] for card in now]
-
-
-def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> JsonDict:
-    return {name: value for name, value in now.items() if before[name] != value}

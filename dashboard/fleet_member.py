@@ -104,41 +104,26 @@ class ReplicaAddress(NamedTuple):
         return name[:63] or "replica"
 
 
-class _Totals(NamedTuple):
-    """An engine's counters at one time."""
-
-    #: Seconds of the engine's clock.
-    t: float
-    #: Tokens written, and prompt tokens computed.
-    output: int
-    prompt: int
-    #: Useful rows.
-    useful: int
-    #: Sequences that boarded, and prompt tokens found in the prefix cache.
-    boarded: int
-    cached: int
-
-
 class _Rates:
     """Tokens a second, over the last _RATE_S."""
 
     def __init__(self) -> None:
-        self._totals: deque[_Totals] = deque()
+        self._pulses: deque[Pulse] = deque()
 
-    def add(self, now: _Totals) -> None:
-        totals = self._totals
-        totals.append(now)
-        while len(totals) > 2 and totals[1].t <= now.t - _RATE_S:
-            totals.popleft()
+    def add(self, now: Pulse) -> None:
+        pulses = self._pulses
+        pulses.append(now)
+        while len(pulses) > 2 and pulses[1].t <= now.t - _RATE_S:
+            pulses.popleft()
 
     def clear(self) -> None:
-        self._totals.clear()
+        self._pulses.clear()
 
     def of(self, name: str) -> float:
-        """Rate of a field of `_Totals`; 0 before there are two."""
-        if len(self._totals) < 2:
+        """Rate of a total of `Pulse`; 0 before there are two."""
+        if len(self._pulses) < 2:
             return 0.0
-        first, last = self._totals[0], self._totals[-1]
+        first, last = self._pulses[0], self._pulses[-1]
         seconds = last.t - first.t
         return (getattr(last, name) - getattr(first, name)) / seconds if seconds > 0 else 0.0
 
@@ -208,16 +193,7 @@ class Member:
         if self.gone:
             self.rates.clear()
         self.pulse = pulse
-        self.rates.add(
-            _Totals(
-                pulse.t,
-                pulse.output_tokens,
-                pulse.prompt_tokens,
-                pulse.useful_rows,
-                pulse.boarded,
-                pulse.cached_tokens,
-            )
-        )
+        self.rates.add(pulse)
         self.gone, self.trouble = False, ""
         self.heard_at, self.heard = time.monotonic(), time.time()
 
@@ -298,9 +274,10 @@ class Member:
         if state == "gone":
             since = round(self.heard)
         if self.answers:
-            output, prompt = self.rates.of("output"), self.rates.of("prompt")
-            boarding, hits = self.rates.of("boarded"), hit_share(self.rates.of("cached"), prompt)
-            price = price_of(price_per_hour, self.rates.of("useful"))
+            output, prompt = self.rates.of("output_tokens"), self.rates.of("prompt_tokens")
+            boarding = self.rates.of("boarded")
+            hits = hit_share(self.rates.of("cached_tokens"), prompt)
+            price = price_of(price_per_hour, self.rates.of("useful_rows"))
         return {
             "name": self.name,
             "url": self.engine.url,

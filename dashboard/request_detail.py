@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
-from typing import NamedTuple, SupportsFloat
+from typing import NamedTuple
 
 import numpy as np
 
+from jitney.dashboard.sse import tenth_ms as _t
 from jitney.dashboard.tenants import label_of
 from jitney.engine.common.history import History
 from jitney.engine.common.records import RecordRing
@@ -164,15 +165,8 @@ def detail(
         chunks.append(steps.chunk(chunk))
         yield
     sitters = yield from _sitters(history, request, identity)
-    return _row(request, history.adapter_of(request)) | {
-        "parameters": request.parameters,
-        "sitters": sitters,
-        "phases": _phases(request, now),
-        "chunks": chunks,
-        "cadence": steps.cadence(),
-        "shared": steps.shared(),
-        "causes": steps.causes(),
-    }
+    found = {"sitters": sitters, "chunks": chunks, "causes": steps.causes()}
+    return _story(steps, history.adapter_of(request)) | found
 
 
 def kept_detail(request: RequestRecord, adapter: str) -> JsonDict:
@@ -180,14 +174,18 @@ def kept_detail(request: RequestRecord, adapter: str) -> JsonDict:
     phases. adapter: its name.
     """
     steps = Steps(History(records=RecordRing(1)), request, request.end)
-    return _row(request, adapter) | {
-        "parameters": request.parameters,
+    return _story(steps, adapter) | {"causes": _causes_by_phase(request)}
+
+
+def _story(steps: Steps, adapter: str) -> JsonDict:
+    """The part of a detail that needs no history but the steps."""
+    return _row(steps.request, adapter) | {
+        "parameters": steps.request.parameters,
         "sitters": [],
-        "phases": _phases(request, request.end),
+        "phases": _phases(steps.request, steps.now),
         "chunks": [],
         "cadence": steps.cadence(),
         "shared": steps.shared(),
-        "causes": _causes_by_phase(request),
     }
 
 
@@ -498,8 +496,3 @@ def _waits_after_preemption(request: RequestRecord, end: float) -> float:
 
 def _last_step(stay: Stay, newest: int) -> int:
     return stay.last_step if stay.end is not None else newest
-
-
-def _t(value: SupportsFloat | None) -> float | None:
-    """Seconds to a tenth of a millisecond."""
-    return None if value is None else round(float(value), 4)

@@ -23,6 +23,7 @@ from jitney.dashboard.sse import (
     PageChanges,
     PageMap,
     SeatLists,
+    changed,
 )
 from jitney.dashboard.view import View
 from jitney.engine.common.engine_info import Seat
@@ -199,7 +200,7 @@ class Snapshot:
             pages = _page_changes(before.pages, self.pages)
             if pages is not None:
                 changes["pages"] = pages
-        metrics = _metric_changes(before.metrics, self.metrics)
+        metrics = changed(before.metrics, self.metrics)
         if metrics:
             changes["metrics"] = metrics
         return changes
@@ -376,11 +377,3 @@ def _page_changes(before: PageCells, now: PageCells) -> PageChanges | None:
     if not runs and (before.counts, before.windows) == (now.counts, now.windows):
         return None
     return {"runs": runs, "counts": now.counts, "windows": now.windows}
-
-
-def _metric_changes(before: Metrics, now: Metrics) -> JsonDict:
-    changes = {}
-    for name, value in now.items():
-        if before.get(name) != value:
-            changes[name] = value
-    return changes

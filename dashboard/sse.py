@@ -10,9 +10,9 @@ have an id; a viewer that comes back sends the last one as Last-Event-ID.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, Required, SupportsFloat, TypedDict, Unpack
 
 import msgspec
 
@@ -197,11 +197,21 @@ def with_note(notes: Sequence[Note], note: Note, most: int) -> list[Note]:
     return [*notes, note][-most:]
 
 
+def changed(before: Mapping[str, object], now: Mapping[str, object]) -> JsonDict:
+    """The fields of `now` with another value than before."""
+    return {name: value for name, value in now.items() if before.get(name) != value}
+
+
 class _Bye(TypedDict):
     """The last event of a feed that ends on purpose."""
 
     reason: str
     retry_ms: int  # milliseconds after which to reconnect
+
+
+def tenth_ms(value: SupportsFloat | None) -> float | None:
+    """Seconds to a tenth of a millisecond."""
+    return None if value is None else round(float(value), 4)
 
 
 def encode(name: str, data: object, id: str = "") -> bytes:

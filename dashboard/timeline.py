@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from jitney.dashboard.latency import Latencies
+from jitney.dashboard.sse import tenth_ms as _t
 from jitney.engine.common.device_use import DeviceUse
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.history import History
@@ -440,8 +441,3 @@ def _waiting(ts: int, sequences: int) -> JsonDict:
         "ts": ts,
         "args": {"sequences": sequences},
     }
-
-
-def _t(value: float | None) -> float | None:
-    """Seconds to a tenth of a millisecond."""
-    return None if value is None else round(value, 4)

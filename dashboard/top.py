@@ -20,6 +20,7 @@ from jitney.dashboard.sse import Note, decode
 from jitney.engine.common.messages import Progress
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
+from jitney.engine.common.tasks import beside
 from jitney.engine.common.terminal import console
 from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup, short
 
@@ -132,16 +133,10 @@ class _Viewer:
 
     async def run(self) -> None:
         """Run until "q" is pressed. Raises Unreachable if the engine never answered."""
-        works = self._follow(), self._ask(), self._left.wait()
-        tasks = [asyncio.ensure_future(work) for work in works]
-        try:
+        async with beside(self._follow(), self._ask(), self._left.wait()) as tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self) -> None:
         """Read the feed for ever. Raises Unreachable if the first connection fails."""
@@ -366,46 +361,38 @@ class _Rates:
         while replica.t - frames[0][0] > self._window_s:
             frames.popleft()
 
+    def grown(self, total: Callable[[JsonDict], float]) -> float:
+        """How much a total has grown within the window."""
+        if not self._frames:
+            return 0
+        return total(self._frames[-1][1]) - total(self._frames[0][1])
+
     def rows(self) -> dict[str, int]:
         """Computed rows by kind within the window."""
         if not self._frames:
             return {}
-        first, last = self._ends()
-        return {kind: count - first["rows"][kind] for kind, count in last["rows"].items()}
+        first, last = self._frames[0][1]["rows"], self._frames[-1][1]["rows"]
+        return {kind: count - first[kind] for kind, count in last.items()}
 
-    def refused(self) -> int:
+    def refused(self) -> float:
         """Sequences that were refused within the window."""
-        if not self._frames:
-            return 0
-        first, last = (sum(totals.get("rejected", {}).values()) for totals in self._ends())
-        return last - first
+        return self.grown(lambda totals: sum(totals.get("rejected", {}).values()))
 
     def prefix_hits(self) -> float | None:
         """Share of the prompt tokens that were found in the prefix cache; None without any."""
-        if not self._frames:
-            return None
-        first, last = (totals.get("cached_tokens", 0) for totals in self._ends())
-        cached, read = last - first, self.rows()["prefill"]
+        cached = self.grown(lambda totals: totals.get("cached_tokens", 0))
+        read = self.grown(lambda totals: totals["rows"]["prefill"])
         return cached / (cached + read) if cached + read else None
 
     def per_second(self, kind: str) -> float | None:
         """Rows of a kind a second; None before there are two frames."""
-        if not self._frames:
-            return None
-        span = self._frames[-1][0] - self._frames[0][0]
+        span = self._frames[-1][0] - self._frames[0][0] if self._frames else 0
         return self.rows()[kind] / span if span > 0 else None
 
     def step_ms(self) -> float | None:
         """Mean time of a step, in milliseconds; None if there was none."""
-        if not self._frames:
-            return None
-        first, last = self._ends()
-        steps = sum(last["steps"].values()) - sum(first["steps"].values())
-        seconds = last["step_s"] - first["step_s"]
-        return 1000 * seconds / steps if steps else None
-
-    def _ends(self) -> tuple[JsonDict, JsonDict]:
-        return self._frames[0][1], self._frames[-1][1]
+        steps = self.grown(lambda totals: sum(totals["steps"].values()))
+        return 1000 * self.grown(lambda totals: totals["step_s"]) / steps if steps else None
 
 
 class _SeatGrid:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from jitney.engine.common.tasks import beside
 from jitney.engine.config import Section
 from jitney.engine.core import HostAddress
 from jitney.engine.fleet.compositions.composed import COMPOSED_KINDS, ComposedModels
@@ -166,7 +167,7 @@ async def open_fleet(
                 for keeper in parts.rollouts:
                     await looking.enter_async_context(keeper.running())
                 for engines in parts.found:
-                    await looking.enter_async_context(engines.running())
+                    await looking.enter_async_context(beside(engines.look_regularly()))
                 server = config.server
                 quotas = FleetQuotas(server.key_max_concurrent, server.key_tokens_per_minute)
                 yield Fleet(models, metrics, quotas, config.adapters), parts
@@ -202,16 +203,7 @@ class _FoundEngines:
     #: Names of the model's other engines.
     given: frozenset[str]
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._look_regularly())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _look_regularly(self) -> None:
+    async def look_regularly(self) -> None:
         while True:
             await self.look()
             await asyncio.sleep(_LOOK_S)

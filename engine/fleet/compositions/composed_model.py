@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import orjson
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.tasks import beside
 from jitney.engine.fleet.compositions.answering import Answering, Part
 from jitney.engine.fleet.compositions.body_checks import accepted
 from jitney.engine.fleet.compositions.composed import ComposedModels
@@ -114,12 +115,8 @@ async def _reading(
     cancels the task.
     """
     queue = asyncio.Queue[_Item](_AHEAD)
-    asking = asyncio.create_task(_read(models, request, queue))
-    try:
+    async with beside(_read(models, request, queue)):
         yield queue
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
 
 
 async def _read(models: Answering, request: ProxiedRequest, queue: asyncio.Queue[_Item]) -> None:

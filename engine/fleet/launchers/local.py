@@ -28,6 +28,7 @@ from msgspec import convert
 from jitney.engine.common.child_process import child_environ, end_child, start_child
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.ports import free_port
+from jitney.engine.common.tasks import beside
 from jitney.engine.fleet.build import FleetParts
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import (
@@ -303,14 +304,9 @@ class LocalEngines:
 
     async def watch(self) -> None:
         """Restart processes that die; never returns."""
-        keeping = [asyncio.create_task(process.keep()) for process in self.processes()]
-        try:
+        async with beside(*(process.keep() for process in self.processes())) as keeping:
             await asyncio.gather(*keeping)
             await asyncio.Event().wait()
-        finally:
-            for task in keeping:
-                task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
 
     def accept(self, admins: Sequence[str]) -> None:
         """Make engines accept these administrators' keys in addition to the fleet's own key."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -15,6 +15,7 @@ import httpx
 import orjson
 
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.tasks import beside
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
 from jitney.engine.fleet.rollout.comparison import ARMS
@@ -42,13 +43,10 @@ class RolloutKeeper:
         """Load the saved rollout, and compare the arms regularly until the context is left."""
         await asyncio.to_thread(self.restore)
         self.model.keep = self.keep
-        looking = asyncio.create_task(self._look_on())
         try:
-            yield
+            async with beside(self._look_on()):
+                yield
         finally:
-            looking.cancel()
-            with suppress(asyncio.CancelledError):
-                await looking
             await self.keep()
 
     async def _look_on(self) -> None:

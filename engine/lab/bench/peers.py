@@ -85,10 +85,8 @@ class _Measurement(NamedTuple):
 @dataclass(slots=True)
 class _PeerResult:
     peer: Peer
-    #: Version that the engine reports.
-    version: str = ""
-    device: str = ""
-    kernels: str = ""
+    #: What the engine says of itself.
+    about: EngineAbout = field(default_factory=EngineAbout)
     #: Seconds of each start.
     start_s: list[float] = field(default_factory=list)
     #: For each repetition: name of the measurement -> its figures.
@@ -98,9 +96,9 @@ class _PeerResult:
 
     def as_json(self) -> JsonDict:
         return {
-            "version": self.version,
-            "device": self.device,
-            "kernels": self.kernels,
+            "version": self.about.version,
+            "device": self.about.device,
+            "kernels": self.about.kernels,
             "settings": self.peer.settings,
             "start_s": self.start_s,
             "failed": self.failed or None,
@@ -178,9 +176,7 @@ class PeerBench:
 
     async def _measure_all(self, result: _PeerResult, endpoint: RemoteEndpoint) -> None:
         async with EndpointClient(endpoint) as client:
-            about = await EngineAbout.read(client)
-            result.version, result.device = about.version, about.device
-            result.kernels = about.kernels
+            result.about = await EngineAbout.read(client)
             await client.find_model()
             for measurement in self.measurements:
                 await _drive(client, measurement.warm_up())
