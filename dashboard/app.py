@@ -58,8 +58,6 @@ from jitney.engine.server import (
 
 #: Most long answers that are built at the same time.
 _MOST_ANSWERS = 16
-#: Frames of the feed a second.
-_HZ = 10.0
 #: Seconds of history embedded in the page.
 _FIRST_S = 60
 #: Most bins of a timeline.
@@ -87,10 +85,10 @@ type _Handler = Callable[[Request], Awaitable[Response | StreamingResponse]]
 class Dashboard(PageRoutes):
     """The page of one engine: the handlers of its routes, and what they share.
 
-    hz: frames a second. lab: simulates recorded traffic; None: /lab answers 404. decode: token ids
-    to text, if prompts and answers may be shown. keys: the accepted ones; None: those of the
-    settings. service: of the endpoint around the page; None: there is none, and batches, limits of
-    keys and settings are not shown.
+    lab: simulates recorded traffic; None: /lab answers 404. decode: token ids to text, if prompts
+    and answers may be shown. keys: the accepted ones; None: those of the settings. service: of the
+    endpoint around the page; None: there is none, and batches, limits of keys and settings are not
+    shown.
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class Dashboard(PageRoutes):
         client: EngineClient,
         settings: ServerSettings,
         *,
-        hz: float = _HZ,
         lab: PolicyLab | None = None,
         decode: _Decode | None = None,
         keys: ApiKeys | None = None,
@@ -118,7 +115,6 @@ class Dashboard(PageRoutes):
         self.lab = LabHandlers(lab)
         self.feed = Feed(
             client,
-            hz=hz,
             needs_key=self.sessions.needed,
             shows_text=decode is not None,
             history_h=hours,

@@ -61,9 +61,8 @@ class Feed(LiveFeed):
         shows_text: bool = False,
         history_h: float = 0.0,
         notes: Notes | None = None,
-        max_viewers: int = Viewer.most,
     ):
-        super().__init__(max_viewers)
+        super().__init__()
         self.client = client
         self.run = uuid.uuid4().hex[:8]
         self.hz = hz

@@ -134,9 +134,8 @@ class _FleetDelta(TypedDict, total=False):
 class FleetView(LiveFeed):
     """The replicas of a fleet and their feed.
 
-    price_per_hour: of one replica, in any currency. signed_in: visitors have shown a key. find:
-    where the replicas are now, by name, if they come and go. endpoint: what the one in front of
-    them says of itself, if there is one.
+    price_per_hour: of one replica, in any currency. find: where the replicas are now, by name, if
+    they come and go. endpoint: what the one in front of them says of itself, if there is one.
     """
 
     _what = "the fleet's feed"
@@ -148,13 +147,12 @@ class FleetView(LiveFeed):
         find: Callable[[], Mapping[str, ReplicaAddress]] | None = None,
         endpoint: Callable[[], Endpoint] | None = None,
         price_per_hour: float | None = None,
-        signed_in: bool = False,
-        max_viewers: int = Viewer.most,
     ):
-        super().__init__(max_viewers)
+        super().__init__()
         self.members: dict[str, Member] = {}
         self.price_per_hour = price_per_hour
-        self.signed_in = signed_in
+        #: Whether visitors have shown a key.
+        self.signed_in = False
         #: Whether rollouts exist, which the page can request.
         self.compares = False
         #: Whether the endpoint stores batches and jobs.

@@ -189,8 +189,8 @@ class Pulses(LiveFeed):
 
     _what = "the pulse"
 
-    def __init__(self, client: EngineClient, max_viewers: int = Viewer.most):
-        super().__init__(max_viewers)
+    def __init__(self, client: EngineClient):
+        super().__init__()
         self.client = client
         self.run = uuid.uuid4().hex[:8]
 

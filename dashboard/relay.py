@@ -19,8 +19,8 @@ class Relay(LiveFeed):
 
     _what = "the engine's feed"
 
-    def __init__(self, engine: RemoteEngine, max_viewers: int = Viewer.most):
-        super().__init__(max_viewers)
+    def __init__(self, engine: RemoteEngine):
+        super().__init__()
         self.engine = engine
         #: The engine's newest hello.
         self._hello: bytes = b""

@@ -31,7 +31,7 @@ class TooManyViewers(Exception):
 class Viewer:
     """One page that watches."""
 
-    #: Default of the most viewers of a feed.
+    #: Most viewers of a feed.
     most: ClassVar[int] = 32
 
     def __init__(
@@ -92,8 +92,8 @@ class LiveFeed(ABC):
     #: What is sent, in messages.
     _what: ClassVar[str]
 
-    def __init__(self, max_viewers: int):
-        self._max_viewers = max_viewers
+    def __init__(self) -> None:
+        self._max_viewers = Viewer.most
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
 

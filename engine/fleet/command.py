@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -138,25 +138,21 @@ async def _serve(config: FleetConfig, http: HttpServer, read: _Read) -> int:
         return await _Serving(config, http, fleet, parts, engines, read).run()
 
 
+@dataclass(frozen=True, slots=True)
 class _Serving:
-    def __init__(
-        self,
-        config: FleetConfig,
-        http: HttpServer,
-        fleet: Fleet,
-        parts: FleetParts,
-        engines: LocalEngines,
-        read: _Read,
-    ):
+    config: FleetConfig
+    http: HttpServer
+    fleet: Fleet
+    parts: FleetParts
+    engines: LocalEngines
+    read: _Read
+
+    def __post_init__(self) -> None:
         from jitney.engine.fleet.ingress import create_ingress
         from jitney.engine.fleet.page import fleet_page_routes
         from jitney.engine.fleet.reread import FleetReader
 
-        self.config = config
-        self.http = http
-        self.fleet = fleet
-        self.parts = parts
-        self.engines = engines
+        config, http, fleet = self.config, self.http, self.fleet
         http.settings = replace(http.settings, data_dir=config.data_dir)
         price = config.fleet.price_per_hour
         page = fleet_page_routes(fleet, http.settings, _PAGE, price, http.accepted)
@@ -164,8 +160,8 @@ class _Serving:
         http.serve_app(create_ingress(fleet, own, extra_routes=page, keys=http.accepted))
         http.reloads(
             fleet,
-            FleetReader(config, read, parts, self._take_adapters),
-            on_taken=lambda _, admins: engines.accept(admins),
+            FleetReader(config, self.read, self.parts, self._take_adapters),
+            on_taken=lambda _, admins: self.engines.accept(admins),
         )
 
     async def _take_adapters(self, fresh: FleetConfig) -> AdapterNews:

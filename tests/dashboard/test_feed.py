@@ -262,7 +262,8 @@ async def test_who_comes_back_gets_what_was_missed(client):
 
 
 async def test_the_viewer_too_many_is_refused(client):
-    feed = Feed(client, max_viewers=1)
+    feed = Feed(client)
+    feed._max_viewers = 1
     with feed.viewer():
         with pytest.raises(TooManyViewers), feed.viewer():
             pass

@@ -15,6 +15,7 @@ import orjson
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.sse import events
+from jitney.engine.common.trace import Arrival
 
 _CONNECT_S = 10.0
 #: Most characters that are stored of an error's text.
@@ -141,6 +142,10 @@ class EndpointClient:
             answer.fail("broken_stream", f"{type(error).__name__}: {error}")
         answer.finished = time.monotonic()
         return answer
+
+    async def send(self, arrival: Arrival, text: str) -> Answer:
+        """`ask` for an arrival with this prompt."""
+        return await self.ask(self.endpoint.body(text, arrival.n_output, arrival.tenant))
 
     async def _exchange(self, body: JsonDict, answer: Answer) -> None:
         url, content = self.endpoint.generation, orjson.dumps(body)

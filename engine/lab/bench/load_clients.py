@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 
 import msgspec
@@ -141,16 +141,10 @@ async def _run(job: _Job) -> None:
         sys.stdout.buffer.flush()
 
     async with EndpointClient(job.endpoint) as client:
-
-        def send(number: int) -> Awaitable[Answer]:
-            arrival = job.arrivals[number]
-            text = job.texts[number]
-            return client.ask(job.endpoint.body(text, arrival.n_output, arrival.tenant))
-
         say(_Line())
         started = msgspec.json.decode(sys.stdin.buffer.readline(), type=float)
         load = await run_load(
-            send,
+            lambda number: client.send(job.arrivals[number], job.texts[number]),
             job.arrivals,
             concurrency=job.concurrency,
             closed=job.closed,

@@ -122,11 +122,6 @@ class OnlineBench:
             words = ruler.words
             texts = [arrival_prose(each, words, n, salt) for n, each in enumerate(arrivals)]
 
-            def send(number: int) -> Awaitable[Answer]:
-                arrival = arrivals[number]
-                body = client.endpoint.body(texts[number], arrival.n_output, arrival.tenant)
-                return client.ask(body)
-
             await self._warm_up(client, ruler, arrivals[: self.warmup], concurrency, salt)
             before = await _ServerMetrics.read(client)
             if self.clients > 1:
@@ -141,7 +136,11 @@ class OnlineBench:
                 )
             else:
                 load = await run_load(
-                    send, arrivals, concurrency=concurrency, closed=closed, watch=watch
+                    lambda number: client.send(arrivals[number], texts[number]),
+                    arrivals,
+                    concurrency=concurrency,
+                    closed=closed,
+                    watch=watch,
                 )
             run = OnlineRun(client.endpoint, load, about=await EngineAbout.read(client))
             after = None if before is None else await _ServerMetrics.read(client)
