@@ -444,10 +444,10 @@ class Pipeline:
         self._lines_budget = StageBudget(stage_models, settings.max_waiting)
 
     async def start(self) -> None:
-        await self._renderer.start()
+        await self._renderer.workers.start()
 
     async def close(self) -> None:
-        await self._renderer.close()
+        await self._renderer.workers.close()
 
     async def seats(self) -> int | None:
         """Requests that the pipeline runs at the same time."""

@@ -25,21 +25,14 @@ class StageRenderer:
         self._timeout_s = timeout_s
         setup = StageTemplates(dict(templates))
         work = "renders a pipeline's prompts"
-        self._workers = WorkerPool(work, _MODULE, setup, Rendered, timeout_s)
-
-    async def start(self) -> None:
-        """Start the processes, so that the first request does not wait for them."""
-        await self._workers.start()
-
-    async def close(self) -> None:
-        """Stop the processes, even busy ones."""
-        await self._workers.close()
+        #: The processes; started before the first request, so that it does not wait for them.
+        self.workers = WorkerPool(work, _MODULE, setup, Rendered, timeout_s)
 
     async def render(self, name: str, variables: JsonDict) -> str:
         """The text of a template. Raises HttpError, 400, if it cannot be rendered; RequestError."""
         stage_text = StageText(name, variables, _MOST_CHARS, 2 * self._timeout_s)
         try:
-            rendered = await self._workers.ask(stage_text)
+            rendered = await self.workers.ask(stage_text)
         except TimeoutError:
             raise HttpError(400, f"its template took longer than {self._timeout_s:g} s") from None
         except EOFError:

@@ -61,18 +61,22 @@ class ReplicaHost(NamedTuple):
 
 def check_environ(environ: JsonObject) -> None:
     """Check the environment, which started engines inherit. Raises ConfigError."""
-    for setting in _OF_ONE_HOST:
-        name = settings()[setting].env
-        if name in environ:
-            raise ConfigError(f"{name}: {setting} {_START_BY_HAND}")
-    for setting in _OF_HOSTS:
-        name = settings()[setting].env
-        if name in environ:
-            raise ConfigError(f"{name}: {_give_in_settings(setting)}")
+    inherited = {name: each.env for name, each in settings().items() if each.env in environ}
+    _check_hosts(inherited)
 
 
-def _give_in_settings(setting: str) -> str:
-    return f"{setting} says how many processes a replica is: give it in settings of its model"
+def _check_hosts(given: Mapping[str, str]) -> None:
+    """Refuse what all processes of a replica would share. given: setting -> where it stands. Raises
+    ConfigError.
+    """
+    for setting, where in given.items():
+        if setting in _OF_ONE_HOST:
+            raise ConfigError(f"{where}: {setting} {_START_BY_HAND}")
+        if setting in _OF_HOSTS:
+            raise ConfigError(
+                f"{where}: {setting} says how many processes a replica is: give it in settings of "
+                "its model"
+            )
 
 
 def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Config:
@@ -90,7 +94,8 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
     config_file = Path(file).parent / Path(section.config).expanduser() if section.config else None
     try:
         if config_file is not None:
-            _check_hosts_of_file(config_file)
+            engine_table = read_toml(config_file).get("engine", {})
+            _check_hosts(dict.fromkeys(engine_table, str(config_file)))
         config = load_config(config_file, flags=section.checked_settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -101,17 +106,6 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
                 "it holds for all of them together"
             )
     return config
-
-
-def _check_hosts_of_file(file: Path) -> None:
-    """Raise ConfigError for settings that engines with the same file cannot share."""
-    engine_table = read_toml(file).get("engine", {})
-    for setting in _OF_ONE_HOST:
-        if setting in engine_table:
-            raise ConfigError(f"{file}: {setting} {_START_BY_HAND}")
-    for setting in _OF_HOSTS:
-        if setting in engine_table:
-            raise ConfigError(f"{file}: {_give_in_settings(setting)}")
 
 
 def adapters_environ(section: ReplicasSection) -> dict[str, str]:
