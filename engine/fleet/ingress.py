@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.forwarding import ProxiedAnswer, stream_failure
-from jitney.engine.fleet.request import ProxiedRequest
+from jitney.engine.fleet.request import READING, WRITING, ProxiedRequest
 from jitney.engine.fleet.request import Route as ModelRoute
 from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.server import (
@@ -45,32 +45,18 @@ from jitney.engine.server import (
 
 #: SageMaker's route for completions and chats.
 _INVOCATIONS = "/invocations"
-#: Routes of an engine whose body names the model.
-_TO_MODELS = frozenset(
-    {
-        ModelRoute.COMPLETIONS,
-        ModelRoute.CHAT,
-        "/v1/responses",
-        "/v1/responses/input_tokens",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/embeddings",
-        "/infill",
-        _INVOCATIONS,
-        "/tokenize",
-        "/detokenize",
-        "/apply-template",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/rerank",
-        "/v1/score",
-        "/score",
-    }
-)
+_NAMING = WRITING | READING
 #: Ollama's routes whose body names the model; clients may add a tag to the name.
-_TO_TAGGED_MODELS = frozenset(
-    {"/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"}
-)
+_TO_TAGGED_MODELS = {route for route in _NAMING if route.startswith("/api/")} | {"/api/show"}
+#: Other routes of an engine whose body names the model.
+_TO_MODELS = (_NAMING - _TO_TAGGED_MODELS) | {
+    "/v1/responses/input_tokens",
+    "/v1/messages/count_tokens",
+    _INVOCATIONS,
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+}
 #: Prefix of paths about one stored answer, which only one engine has.
 _TO_KEEPERS = "/v1/responses/"
 

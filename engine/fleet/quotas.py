@@ -14,34 +14,10 @@ from dataclasses import dataclass, field
 
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.fleet.forwarding import ProxiedAnswer
-from jitney.engine.fleet.request import ProxiedRequest
+from jitney.engine.fleet.request import READING, WRITING, ProxiedRequest
 from jitney.engine.fleet.rollout.measuring import UsageWatch
 from jitney.engine.server import Quotas, Spending
 
-#: Limited routes: those that generate text, and those that only process their input.
-_WRITING = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/infill",
-        "/api/chat",
-        "/api/generate",
-    }
-)
-_READING = frozenset(
-    {
-        "/v1/embeddings",
-        "/api/embed",
-        "/api/embeddings",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/rerank",
-        "/v1/score",
-        "/score",
-    }
-)
 #: Fields that hold the texts of a prompt.
 _PROMPTS = (
     "system",
@@ -100,7 +76,7 @@ class FleetQuotas:
         """Context in which a request of this key is open. Raises RequestError: rate_limit, or
         invalid_value if it has more sequences than the key may ever have.
         """
-        if request.route not in _WRITING | _READING or request.method != "POST":
+        if request.route not in WRITING | READING or request.method != "POST":
             yield _Account(None)
             return
         sequences = _sequences_of(request)
@@ -119,7 +95,7 @@ class FleetQuotas:
         n_prompt = round(n_ids + n_chars / chars_per_token)
         most = _limit_of(request.fields)
         expected = 0
-        if request.route in _WRITING:
+        if request.route in WRITING:
             expected = sequences * self._quotas.expect(key, n_prompt, most, most or _MOST_OUTPUT)
         with self._quotas.charging(key, n_prompt, expected) as spending:
             account = _Account(spending)
@@ -174,7 +150,7 @@ class _Account:
 
 def _sequences_of(request: ProxiedRequest) -> int:
     """Number of answers that a request asks for, over all its prompts; invalid numbers count 1."""
-    if request.route not in _WRITING:
+    if request.route not in WRITING:
         return 1
     numbers = [request.fields.get(name) for name in ("n", "best_of")]
     each = max([1, *(number for number in numbers if type(number) is int)])

@@ -62,6 +62,30 @@ class Route(StrEnum):
     RERANK = "/v1/rerank"
 
 
+#: Routes whose answers are generated text, and routes whose models only read what they get.
+WRITING = frozenset(
+    {
+        Route.COMPLETIONS,
+        Route.CHAT,
+        "/v1/responses",
+        "/v1/messages",
+        "/infill",
+        "/api/chat",
+        "/api/generate",
+    }
+)
+READING = frozenset(
+    {
+        Route.EMBEDDINGS,
+        "/api/embed",
+        "/api/embeddings",
+        Route.RERANK,
+        "/v2/rerank",
+        "/rerank",
+        "/v1/score",
+        "/score",
+    }
+)
 #: Routes whose streams another replica can generate again from the same seed.
 _REPEATABLE = frozenset({Route.COMPLETIONS, Route.CHAT})
 

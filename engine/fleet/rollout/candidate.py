@@ -27,7 +27,7 @@ from jitney.engine.fleet.forwarding import (
 from jitney.engine.fleet.models import ReplicatedModel
 from jitney.engine.fleet.prompt_prefixes import prefix_key
 from jitney.engine.fleet.replicas import EngineShare, Replica
-from jitney.engine.fleet.request import ProxiedRequest
+from jitney.engine.fleet.request import WRITING, ProxiedRequest
 from jitney.engine.fleet.rollout.answer_shape import AnswerShape
 from jitney.engine.fleet.rollout.comparison import ARMS, ArmName, RequestOutcome
 from jitney.engine.fleet.rollout.measuring import UsageWatch
@@ -36,16 +36,7 @@ from jitney.engine.server import ErrorReply, HttpError
 
 #: Routes whose answers are compared, except background requests; requests of all routes go to
 #: their key's arm.
-_COMPARED = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/api/chat",
-        "/api/generate",
-    }
-)
+_COMPARED = WRITING - {"/infill"}
 #: Characters of a prompt that are its key if a request names no user.
 _KEY_CHARS = 1024
 _HOUR_S = 3600.0
