@@ -48,11 +48,9 @@ class HeadModel(DraftModel):
 
     @property
     def reads_normed(self) -> bool:
-        """See `DraftModel.reads_normed`."""
         return isinstance(self.model, PredictionHead) and self.model.reads_normed
 
     def programs(self, sizes: StateSizes, target: Program, leaves: list[Array]) -> DraftPrograms:
-        """See `DraftModel.programs`."""
         return _HeadPrograms(self, sizes, target, leaves)
 
 
@@ -93,7 +91,6 @@ class _HeadPrograms(DraftPrograms):
         self._behind: np.ndarray | None = None
 
     def drafting(self, buckets: Buckets) -> list[Bucket]:
-        """See `DraftPrograms.drafting`."""
         return super().drafting(buckets) if self._more else []
 
     def _lower_read(self, bucket: Bucket, state: DeviceState) -> jax.stages.Lowered:
@@ -128,7 +125,6 @@ class _HeadPrograms(DraftPrograms):
         return upload._replace(widths=padded, behind=behind)
 
     def draft(self, upload: DraftUpload, state: DeviceState) -> None:
-        """See `DraftPrograms.draft`."""
         self._read_last(state)
         if upload.behind.size:
             self._behind = upload.behind
@@ -155,12 +151,10 @@ class _HeadPrograms(DraftPrograms):
         self._unread = _Step(bucket, own, self._copy(state.seat_tokens), behind)
 
     def take(self, for_head: Array | None) -> None:
-        """See `DraftPrograms.take`."""
         assert self._unread is not None  # `read` comes before the step
         self._unread.for_head = for_head
 
     def forget(self) -> None:
-        """See `DraftPrograms.forget`."""
         self._unread = self._behind = None
 
     def _read_last(self, state: DeviceState) -> None:

@@ -255,7 +255,6 @@ class LookedUpTokens(DraftedTokens):
     def draft(
         self, seats: Array, owners: Array, last: Array, newest: Array, tokens: Array
     ) -> tuple[LookedUpTokens, Array]:
-        """See `DraftedTokens.draft`."""
         recent = self.recent.at[owners, newest % self.recent.shape[1]].set(tokens, mode="drop")
         count = self.drafts.shape[1]
         following = self.drafter.drafts(recent.at[seats].get(mode="clip"), newest, count)

@@ -135,7 +135,6 @@ class Attention(Mixer):
         return options
 
     def takes_rounded(self, kernels: Kernels) -> bool:
-        """See `Mixer.takes_rounded`."""
         return self.qkv.takes_rounded(kernels)
 
     def projected(self, x: Array | RoundedRows, kernels: Kernels, adapted: Array | None) -> Array:
@@ -190,7 +189,6 @@ class GatedAttention(Attention):
         meta: AttentionMeta,
         kernels: Kernels,
     ) -> tuple[Array, Array]:
-        """See `Attention.__call__`."""
         kernels = kernels.of_rows(meta.counts[2])
         n_rows, split = x.shape[0], 2 * self.n_heads * self.head_dim
         rows = self.projected(x, kernels, meta.adapted)

@@ -35,7 +35,6 @@ class _ParallelBlock(Block):
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """See `Block`."""
         return self.attended(x, added, rope, kv, meta, kernels)
 
     def attended(
@@ -49,8 +48,6 @@ class _ParallelBlock(Block):
 
 
 class Cohere(Llama):
-    """See `Llama`."""
-
     block = _ParallelBlock
     hf, gguf = _HF, _GGUF
 
@@ -59,5 +56,4 @@ class Cohere(Llama):
         return self.norm(hidden.states, kernels).astype(self.dtype)
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """See `Llama.logits`."""
         return super().logits(hidden, kernels) * self.config.logit_factor

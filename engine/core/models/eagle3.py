@@ -53,21 +53,17 @@ class Eagle3Head(PredictionHead):
 
     @property
     def reads_normed(self) -> bool:
-        """See `PredictionHead.reads_normed`."""
         return False
 
     def embedded_for(self, tokens: Array, model: Llama) -> Array:
-        """See `PredictionHead.embedded_for`."""
         return model.embedded(tokens) if self.embed is None else self.embedded(tokens)
 
     def joined(self, read: Array, kernels: Kernels) -> Array:
-        """See `PredictionHead.joined`."""
         return self.joint(read, kernels)
 
     def predict(
         self, embedded: Array, states: Array, kv: list[Array], meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Hidden, list[Array]]:
-        """See `PredictionHead.predict`."""
         layer, own = self.layers[0], self.config.eagle3
         assert own is not None
         (rope,) = Rope.of_layers(meta.positions, self.config)
@@ -85,7 +81,6 @@ class Eagle3Head(PredictionHead):
         return x.astype(self.dtype), self.projected(normed, kernels)
 
     def token_ids(self, columns: Array) -> Array:
-        """See `PredictionHead.token_ids`."""
         if self.offsets is None:
             return columns
         tokens = columns + self.offsets[...].at[columns].get(mode="clip")
@@ -93,6 +88,5 @@ class Eagle3Head(PredictionHead):
 
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
-        """See `Llama.weight_map`."""
         assert config.eagle3 is not None
         return WeightMap.of_eagle3(config, config.eagle3)

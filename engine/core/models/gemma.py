@@ -38,8 +38,6 @@ def capped(logits: Array, cap: float) -> Array:
 
 
 class Gemma(Llama):
-    """See `Llama`."""
-
     block = PostNormBlock
     hf, gguf = _HF, _GGUF
 

@@ -113,8 +113,6 @@ class _Attention(Attention):
 
 
 class _FeedForward(MLP):
-    """See `MLP`."""
-
     def of_sums(self, x: Array, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] and the normed x -> [T, E]."""
         return self(normed, kernels, rows)
@@ -211,7 +209,6 @@ class _Block(PostNormBlock):
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """See `Block`."""
         return self.attended(x, added, rope, kv, meta, kernels)
 
     def attended(
@@ -231,7 +228,6 @@ class _Block(PostNormBlock):
         return x, rounded(added.astype(jnp.float32) * factor, added.dtype), kv
 
     def pack(self, kernels: Kernels) -> None:
-        """See `Block.pack`."""
         super().pack(kernels)
         if self.layer_inputs is not None:
             self.layer_inputs.pack(kernels)
@@ -265,8 +261,6 @@ class _TokenInputs(nnx.Module):
 
 
 class Gemma4(Gemma):
-    """See `Llama`."""
-
     block = _Block
     hf, gguf = _HF, _GGUF
 
@@ -292,14 +286,12 @@ class Gemma4(Gemma):
         return self.norm(hidden.states, kernels).astype(self.dtype)
 
     def pack(self, kernels: Kernels) -> None:
-        """See `Llama.pack`."""
         super().pack(kernels)
         if self.token_inputs is not None:
             self.token_inputs.pack(kernels)
 
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
-        """See `Llama.weight_map`."""
         weights, names = super().weight_map(config, file_format), cls.dialect(config, file_format)
         readers = range(config.n_layers - config.n_kv_readers, config.n_layers)
         # Published files contain these also for layers that read other layers' keys and values.

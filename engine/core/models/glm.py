@@ -27,7 +27,5 @@ _GGUF = replace(
 
 
 class Glm(Llama):
-    """See `Llama`."""
-
     block = PostNormBlock
     hf, gguf = _HF, _GGUF

@@ -39,32 +39,25 @@ class _GraniteBlock(MixtureBlock):
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """See `Block.attended`."""
         x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
         return x, scaled(o, self.residual_factor), kv
 
     def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        """See `Block.fed_forward`."""
         return scaled(super().fed_forward(normed, kernels, rows), self.residual_factor)
 
 
 class Granite(Llama):
-    """See `Llama`."""
-
     block = _GraniteBlock
     gguf = replace(GGUF, paired_rows=True)
 
     def embedded(self, tokens: Array) -> Array:
-        """See `Llama.embedded`."""
         return scaled(super().embedded(tokens), self.config.embed_factor)
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """See `Llama.logits`."""
         return super().logits(hidden, kernels) * self.config.logit_factor
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Llama.dialect`."""
         if config.architecture == "GraniteMoeHybridForCausalLM" and file_format == "hf":
             return _HYBRID
         return super().dialect(config, file_format)

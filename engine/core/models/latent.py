@@ -145,11 +145,9 @@ class _LatentAttention(Mixer):
         return self.o(o, kernels, adapted=meta.adapted), kv
 
     def linears(self) -> tuple[Linear, ...]:
-        """See `Mixer.linears`."""
         return *super().linears(), *(() if self.q_b is None else (self.q_b,))
 
     def pack(self, kernels: Kernels) -> None:
-        """See `Mixer.pack`."""
         super().pack(kernels)
         if self.q_b is not None:
             self.q_b.pack(kernels)
@@ -162,13 +160,10 @@ class _Block(MixtureBlock):
 
 
 class Latent(Llama):
-    """See `Llama`."""
-
     block = _Block
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Llama.dialect`."""
         assert config.latent is not None
         names = _HF if file_format == "hf" else _GGUF
         return replace(names, paired_rows=config.latent.paired)

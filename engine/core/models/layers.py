@@ -279,14 +279,12 @@ class _LayerNorm(RMSNorm):
     """weight [E]; (x - mean(x)) / sqrt(variance(x) + eps) * weight."""
 
     def __call__(self, x: Array, kernels: Kernels) -> Array:
-        """See `RMSNorm`."""
         wide = x.astype(jnp.float32)
         wide -= jnp.mean(wide, axis=-1, keepdims=True)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return rounded(wide * self.weight[...].astype(jnp.float32), x.dtype)
 
     def of_sum(self, x: Array, added: Array, kernels: Kernels) -> tuple[Array, Array]:
-        """See `RMSNorm`."""
         total = rounded(x + added, x.dtype)
         return total, self(total, kernels).astype(added.dtype)
 

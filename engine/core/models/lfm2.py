@@ -73,7 +73,5 @@ class _Block(MixtureBlock):
 
 
 class Lfm2(Llama):
-    """See `Llama`."""
-
     block = _Block
     hf, gguf = _HF, replace(GGUF, norm="token_embd_norm")

@@ -110,12 +110,10 @@ class PostNormBlock(Block):
     def attended(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        """See `Block.attended`."""
         x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
         return x, self.attention_post_norm(o, kernels), kv
 
     def fed_forward(self, normed: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
-        """See `Block.fed_forward`."""
         return self.mlp_post_norm(super().fed_forward(normed, kernels, rows), kernels)
 
 

@@ -386,7 +386,6 @@ class Experts(MLP):
         return group * self.experts.own
 
     def linears(self) -> tuple[Linear, ...]:
-        """See `MLP.linears`."""
         return *super().linears(), *(() if self.shared is None else self.shared.linears())
 
     def pack(self, kernels: Kernels) -> None:
@@ -446,15 +445,12 @@ class _Dense(MLP):
         return self.shared(x, kernels, rows)
 
     def takes_rounded(self, kernels: Kernels) -> bool:
-        """See `MLP.takes_rounded`."""
         return self.shared.takes_rounded(kernels)
 
     def linears(self) -> tuple[Linear, ...]:
-        """See `MLP.linears`."""
         return self.shared.linears()
 
     def pack(self, kernels: Kernels) -> None:
-        """See `MLP.pack`."""
         self.shared.pack(kernels)
 
 
@@ -474,12 +470,9 @@ class MixtureBlock(Block):
 
 
 class Mixture(Llama):
-    """See `Llama`."""
-
     block = MixtureBlock
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:
-        """See `Llama.dialect`."""
         names = _DIALECTS if file_format == "hf" else _GGUF
         return names[config.architecture]

@@ -41,7 +41,6 @@ class _Attention(GatedAttention):
 
     @staticmethod
     def head_norm(config: ModelConfig, dtype: DTypeLike) -> UnitNorm:
-        """See `Attention.head_norm`."""
         return UnitNorm(config.head_dim, config.rms_eps)
 
 
@@ -50,8 +49,6 @@ class _Block(PostNormBlock):
 
 
 class Muse(Llama):
-    """See `Llama`."""
-
     block = _Block
     hf = _HF
 
@@ -63,13 +60,11 @@ class Muse(Llama):
         return rounded(wide * jax.lax.rsqrt(squares + self.config.rms_eps), x.dtype)
 
     def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """See `Llama.logits`."""
         logits = super().logits(hidden, kernels) * self.config.logit_factor
         return capped(logits, self.config.logit_softcap)
 
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
-        """See `Llama.weight_map`."""
         weights = super().weight_map(config, file_format)
         last = ("norm", "weight")
         targets = [

@@ -50,7 +50,5 @@ class _Block(MixtureBlock):
 
 
 class NemotronH(Llama):
-    """See `Llama`."""
-
     block = _Block
     hf, gguf = _HF, _GGUF

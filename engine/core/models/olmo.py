@@ -51,7 +51,6 @@ class _WideNormAttention(Attention):
         self.wide_k_norm = RMSNorm.of(config.n_kv_heads * config.head_dim, config, dtype)
 
     def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
-        """See `Attention.projected`."""
         first_key = self.n_heads * self.head_dim
         first_value = first_key + self.n_kv_heads * self.head_dim
         rows = super().projected(x, kernels, adapted)
@@ -91,19 +90,13 @@ class _NormedBehind(PostNormBlock):
 
 
 class _OlmoBlock(_NormedBehind):
-    """See `_NormedBehind`."""
-
     attention_class = _WideNormAttention
 
 
 class Exaone(Llama):
-    """See `Llama`."""
-
     block = _NormedBehind
     hf, gguf = _HF, _GGUF
 
 
 class Olmo(Exaone):
-    """See `Llama`."""
-
     block = _OlmoBlock

@@ -15,6 +15,4 @@ _GGUF = replace(GGUF, qkv="attn_qkv", gate_up="ffn_up")
 
 
 class Phi(Llama):
-    """See `Llama`."""
-
     hf, gguf = _HF, _GGUF

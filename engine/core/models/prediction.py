@@ -78,12 +78,10 @@ class PredictionHead(Llama):
         return columns
 
     def linears(self) -> Iterator[Linear]:
-        """See `Llama.linears`."""
         yield self.joint
         yield from super().linears()
 
     def pack(self, kernels: Kernels) -> None:
-        """See `Llama.pack`."""
         for linear in (self.joint, self.lm_head):
             if linear is not None:
                 linear.pack(kernels)
@@ -97,10 +95,8 @@ class PredictionHead(Llama):
 
     @property
     def dtype(self) -> np.dtype:
-        """See `Llama.dtype`."""
         return self._dtype
 
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:
-        """See `Llama.weight_map`."""
         return WeightMap.of_prediction_head(config, cls.dialect(config, file_format))

@@ -103,15 +103,11 @@ class _ExpertsBlock(MixtureBlock):
 
 
 class Qwen35(Llama):
-    """See `Llama`."""
-
     block = _DenseBlock
     hf, gguf = _HF, _GGUF
 
 
 class Qwen35Mixture(Qwen35):
-    """See `Llama`."""
-
     block = _ExpertsBlock
 
 
