@@ -172,7 +172,9 @@ def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:
 def _mixtures_of(model: Model, own: ModelConfig) -> tuple[MixtureShape, ...]:
     """The shapes of the different expert layers."""
     experts = [one for one in model.linears() if isinstance(one, ExpertLinear)]
-    pairs = zip(experts[::2], experts[1::2], strict=True)  # (gate and up, down) of each layer
+    opening_ones = [one for one in experts if one.activation is not None]
+    closing_ones = [one for one in experts if one.activation is None]
+    pairs = zip(opening_ones, closing_ones, strict=True)
     return tuple(
         dict.fromkeys(
             MixtureShape(

@@ -14,14 +14,14 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.layers import Linear, RMSNorm, UnitNorm, normal
+from jitney.engine.core.models.layers import Layer, Linear, RMSNorm, UnitNorm, normal
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
 from jitney.kernels.w8a8 import RoundedRows
 
 
-class Mixer(nnx.Module):
+class Mixer(Layer):
     """The first half of a layer, which mixes the rows of a sequence. qkv is its first matrix, o its
     last.
     """
@@ -32,15 +32,6 @@ class Mixer(nnx.Module):
     def takes_rounded(self, kernels: Kernels) -> bool:
         """See `Linear.takes_rounded`; False if more than `qkv` reads the rows."""
         return False
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Every matrix that may be quantised."""
-        return self.qkv, self.o
-
-    def pack(self, kernels: Kernels) -> None:
-        """Pack the matrices in the layout that the kernel set multiplies fastest."""
-        self.qkv.pack(kernels)
-        self.o.pack(kernels)
 
 
 def random_decays(rngs: nnx.Rngs, heads: int) -> tuple[nnx.Param, nnx.Param]:

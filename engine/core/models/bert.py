@@ -25,11 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.hidden import Hidden
-from jitney.engine.core.models.layers import Linear, normal
+from jitney.engine.core.models.layers import Layer, Linear, normal
 from jitney.engine.core.weights.checkpoints.layer_configs import EncoderConfig
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import FileFormat, Path, Piece, Target, WeightMap
@@ -170,7 +169,7 @@ class _LayerNorm(nnx.Module):
         return (x * self.weight[...].astype(wide) + self.bias[...].astype(wide)).astype(dtype)
 
 
-class _Block(nnx.Module):
+class _Block(Layer):
     """One layer: attention and MLP, each followed by a residual sum and a norm. Sums stay in
     float32 until they are normed.
     """
@@ -197,10 +196,6 @@ class _Block(nnx.Module):
     @staticmethod
     def _added(x: Array, added: Array, norm: _LayerNorm) -> Array:
         return norm(x.astype(jnp.float32) + added, x.dtype)
-
-    def linears(self) -> tuple[Linear, ...]:
-        """Every matrix of the layer."""
-        return self.qkv, self.o, self.up, self.down
 
 
 @partial(jax.jit, static_argnames=("graph", "kernels", "group"))
@@ -244,7 +239,7 @@ def _product(x: Array, weight: nnx.Param, bias: nnx.Param) -> Array:
     return y + bias[...].astype(wide)
 
 
-class Bert(nnx.Module):
+class Bert(Layer):
     """embed [V, E], positions [P, E], segments [token types, E], a norm, L blocks, and the head of
     a model that scores. See `jitney.engine.core.models.protocol`.
     """
@@ -301,21 +296,6 @@ class Bert(nnx.Module):
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
         """R rows -> [R, E], unchanged, since each layer ends with a norm."""
         return hidden.states
-
-    def linears(self) -> Iterator[Linear]:
-        """Every matrix of the layers."""
-        for block in self.layers:
-            yield from block.linears()
-
-    def pack(self, kernels: Kernels) -> None:
-        """Lay the matrices out as the kernel set multiplies them fastest."""
-        for linear in self.linears():
-            linear.pack(kernels)
-
-    def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """See `Model.pack_shares`."""
-        for linear in self.linears():
-            linear.pack_shares(kernels, mesh)
 
     def set_kv_scales(self, scales: list[Array]) -> None:
         """Check that there are no factors: an encoder has no pools."""

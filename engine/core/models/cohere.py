@@ -13,7 +13,6 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import NoNorm, RowFacts, rounded
 from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.rope import Rope
@@ -28,6 +27,8 @@ _GGUF = replace(GGUF, mlp_norm="", paired_rows=True)
 class _ParallelBlock(Block):
     """One layer: attention and MLP of the same rows, both added to them."""
 
+    has_halves = False
+
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_norm = NoNorm()
@@ -35,12 +36,6 @@ class _ParallelBlock(Block):
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        return self.attended(x, added, rope, kv, meta, kernels)
-
-    def attended(
-        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array, Array]:
-        """Run the whole layer, as `__call__`."""
         x, normed = self.attention_norm.of_sum(x, added, kernels)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
         both = o.astype(jnp.float32) + self.fed_forward(normed, kernels, RowFacts.of(meta))
@@ -50,10 +45,3 @@ class _ParallelBlock(Block):
 class Cohere(Llama):
     block = _ParallelBlock
     hf, gguf = _HF, _GGUF
-
-    def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """See `Llama.normed`; the last layer is complete already."""
-        return self.norm(hidden.states, kernels).astype(self.dtype)
-
-    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        return super().logits(hidden, kernels) * self.config.logit_factor

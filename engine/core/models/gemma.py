@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import scaled
 from jitney.engine.core.models.llama import Llama, PostNormBlock
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF
-from jitney.kernels.interface import Kernels
 
 _HF = replace(
     HF,
@@ -30,13 +27,6 @@ _HF = replace(
 _GGUF = replace(GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm")
 
 
-def capped(logits: Array, cap: float) -> Array:
-    """Apply the soft cap `cap` to logits; 0: no cap."""
-    if not cap:
-        return logits
-    return cap * jnp.tanh(logits / cap)
-
-
 class Gemma(Llama):
     block = PostNormBlock
     hf, gguf = _HF, _GGUF
@@ -47,7 +37,3 @@ class Gemma(Llama):
         """
         x = super().embedded(tokens)
         return scaled(x, float(np.asarray(self.config.hidden_size**0.5, x.dtype)))
-
-    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """R rows -> float32 [R, V]; see `Llama.logits`."""
-        return capped(super().logits(hidden, kernels), self.config.logit_softcap)

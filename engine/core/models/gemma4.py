@@ -24,9 +24,9 @@ from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import Attention
 from jitney.engine.core.models.gemma import Gemma
-from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import (
     MLP,
+    Layer,
     RMSNorm,
     RowFacts,
     UnitNorm,
@@ -163,7 +163,7 @@ def _feed_forward(
     return kind(config, dtype=dtype, rngs=rngs)
 
 
-class _LayerInputs(nnx.Module):
+class _LayerInputs(Layer):
     """A layer's own inputs for tokens, multiplied by a gate of the row: gate [E, P], out [P, E],
     which are never quantised.
     """
@@ -188,13 +188,13 @@ class _LayerInputs(nnx.Module):
 
 
 class _Block(PostNormBlock):
-    """One layer. The last layer is not split into halves, since its factor comes after the second
-    half.
+    """One layer, not split into halves, since its factor comes after the second half.
 
     factor [1]: multiplies the layer's rows.
     """
 
     attention_class = _Attention
+    has_halves = False
     mlp_class = staticmethod(_feed_forward)
     mlp: _FeedForward | _FeedForwardAndExperts
 
@@ -209,13 +209,7 @@ class _Block(PostNormBlock):
     def __call__(
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
-        return self.attended(x, added, rope, kv, meta, kernels)
-
-    def attended(
-        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array, Array]:
-        """Run the whole layer, as `__call__`."""
-        x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
+        x, o, kv = self.attended(x, added, rope, kv, meta, kernels)
         x, normed = self.mlp_norm.of_sum(x, o, kernels)
         answers = self.mlp.of_sums(x, normed, kernels, RowFacts.of(meta))
         added = self.mlp_post_norm(answers, kernels)
@@ -227,13 +221,8 @@ class _Block(PostNormBlock):
         x = rounded(x.astype(jnp.float32) * factor, x.dtype)
         return x, rounded(added.astype(jnp.float32) * factor, added.dtype), kv
 
-    def pack(self, kernels: Kernels) -> None:
-        super().pack(kernels)
-        if self.layer_inputs is not None:
-            self.layer_inputs.pack(kernels)
 
-
-class _TokenInputs(nnx.Module):
+class _TokenInputs(Layer):
     """All layers' own inputs for tokens: from a table embed [V, L * P], and from the token's
     embedding through projection [E, L * P], which is never quantised.
     """
@@ -280,15 +269,6 @@ class Gemma4(Gemma):
             return metas
         inputs = self.token_inputs(tokens, x, kernels.of_rows(meta.counts[2]))
         return [own._replace(layer_inputs=inputs[:, at]) for at, own in enumerate(metas)]
-
-    def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
-        """See `Llama.normed`; the last layer is complete already."""
-        return self.norm(hidden.states, kernels).astype(self.dtype)
-
-    def pack(self, kernels: Kernels) -> None:
-        super().pack(kernels)
-        if self.token_inputs is not None:
-            self.token_inputs.pack(kernels)
 
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from jax import Array
 
-from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import RowFacts, scaled
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mamba import Mamba
@@ -52,9 +51,6 @@ class Granite(Llama):
 
     def embedded(self, tokens: Array) -> Array:
         return scaled(super().embedded(tokens), self.config.embed_factor)
-
-    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        return super().logits(hidden, kernels) * self.config.logit_factor
 
     @classmethod
     def dialect(cls, config: ModelConfig, file_format: FileFormat) -> Dialect:

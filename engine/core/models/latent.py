@@ -23,7 +23,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import Mixer
-from jitney.engine.core.models.layers import Linear, RMSNorm, normal, rounded
+from jitney.engine.core.models.layers import Layer, Linear, RMSNorm, normal, rounded
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.prediction import PredictionHead
@@ -38,7 +38,7 @@ _HF = replace(HF, shared="mlp.shared_experts", reads_layers_behind=False)
 _GGUF = replace(GGUF, reads_layers_behind=False)
 
 
-class _HeadMatrices(nnx.Module):
+class _HeadMatrices(Layer):
     """One matrix for each head, weight [H * I, O], or [H * O, I] if `turned`; never quantised.
     After packing, [H, ...], each in the layout that the kernel set multiplies fastest.
     """
@@ -143,16 +143,6 @@ class _LatentAttention(Mixer):
         o, kv = kernels.paged_attention(q, k, None, kv, meta, scale=self.scale, value_dim=own.rank)
         o = self.from_latent(o, kernels).reshape(n_rows, -1)
         return self.o(o, kernels, adapted=meta.adapted), kv
-
-    def linears(self) -> tuple[Linear, ...]:
-        return *super().linears(), *(() if self.q_b is None else (self.q_b,))
-
-    def pack(self, kernels: Kernels) -> None:
-        super().pack(kernels)
-        if self.q_b is not None:
-            self.q_b.pack(kernels)
-        self.to_latent.pack(kernels)
-        self.from_latent.pack(kernels)
 
 
 class _Block(MixtureBlock):

@@ -8,6 +8,7 @@ out; sums and norms are computed in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +51,34 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DTypeLi
     return jnp.asarray((np.float32(spread) * drawn).astype(dtype).reshape(shape))
 
 
-class Linear(nnx.Module):
+class Layer(nnx.Module):
+    """A part of a model. Its matrices are those of its own parts, and are packed with them."""
+
+    def _parts(self) -> Iterator[Layer]:
+        for _, child in nnx.iter_children(self):
+            for part in child if isinstance(child, nnx.List) else (child,):
+                if isinstance(part, Layer):
+                    yield part
+
+    def linears(self) -> Iterator[Linear]:
+        """Every matrix that may be quantised, in one order."""
+        for part in self._parts():
+            yield from part.linears()
+
+    def pack(self, kernels: Kernels) -> None:
+        """Pack the matrices in the layout that the kernel set multiplies fastest; this is the last
+        change to a model's weights.
+        """
+        for part in self._parts():
+            part.pack(kernels)
+
+    def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
+        """Pack a model that is split over devices; see `Linear.pack_shares`."""
+        for linear in self.linears():
+            linear.pack_shares(kernels, mesh)
+
+
+class Linear(Layer):
     """A matrix [I, O] in one of the schemes of `jitney.engine.core.models.quantization`, and bias
     [O] or None.
 
@@ -176,6 +204,10 @@ class Linear(nnx.Module):
     def in_panels(self) -> bool:
         """Whether the matrix is packed for a CPU's kernels, for products of any number of rows."""
         return self.kernel.ndim > _FLAT
+
+    def linears(self) -> Iterator[Linear]:
+        """The matrix itself."""
+        yield self
 
     def pack(self, kernels: Kernels) -> None:
         """Lay the matrix out as the kernel set multiplies it fastest."""
@@ -335,7 +367,7 @@ class RowFacts(NamedTuple):
         return cls(meta.counts[2], meta.adapted, meta.row_counts)
 
 
-class MLP(nnx.Module):
+class MLP(Layer):
     """down(activation(gate) * up), gate and up fused into one product [E, 2F]; without gates (see
     `ModelConfig.is_gated`) down(activation(up)).
     """
@@ -360,15 +392,6 @@ class MLP(nnx.Module):
         """See `Linear.takes_rounded`."""
         return self.gate_up.takes_rounded(kernels)
 
-    def linears(self) -> tuple[Linear, ...]:
-        """Every matrix that may be quantised."""
-        return self.gate_up, self.down
-
-    def pack(self, kernels: Kernels) -> None:
-        """Lay the matrices out as the kernel set multiplies them fastest."""
-        self.gate_up.pack(kernels)
-        self.down.pack(kernels)
-
 
 class NoMLP(nnx.Module):
     """A feed-forward that adds zeros, for layers without an MLP."""
@@ -383,10 +406,3 @@ class NoMLP(nnx.Module):
     def takes_rounded(self, kernels: Kernels) -> bool:
         """See `MLP.takes_rounded`."""
         return False
-
-    def linears(self) -> tuple[Linear, ...]:
-        """None."""
-        return ()
-
-    def pack(self, kernels: Kernels) -> None:
-        """See `MLP.pack`."""

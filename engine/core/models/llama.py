@@ -7,7 +7,7 @@ on every platform and in every test. See `jitney.engine.core.models.protocol`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,16 @@ from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import Attention, Mixer
 from jitney.engine.core.models.hidden import Hidden
-from jitney.engine.core.models.layers import MLP, Linear, NoMLP, NoNorm, RMSNorm, RowFacts, normal
+from jitney.engine.core.models.layers import (
+    MLP,
+    Layer,
+    Linear,
+    NoMLP,
+    NoNorm,
+    RMSNorm,
+    RowFacts,
+    normal,
+)
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
@@ -34,7 +43,7 @@ from jitney.kernels.w8a8 import RoundedRows
 _PAIRED = ("LlamaForCausalLM", "Ministral3ForCausalLM", "SmolLM3ForCausalLM")
 
 
-class Block(nnx.Module):
+class Block(Layer):
     """One layer: attention and MLP, each with a norm before it and a residual sum after it."""
 
     #: The halves of a layer.
@@ -44,6 +53,8 @@ class Block(nnx.Module):
     recurrent_class: Callable[..., Mixer] | None = None
     #: The second half of a layer without experts in a model with experts.
     dense_class: type[MLP] = MLP
+    #: Whether the second half can run without the first, for the selected rows of the last layer.
+    has_halves = True
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention_norm: RMSNorm | NoNorm = RMSNorm.of(config.hidden_size, config, dtype)
@@ -88,15 +99,6 @@ class Block(nnx.Module):
         """The second half's output, which is added to x: normed [T, E] -> [T, E]."""
         return self.mlp(normed, kernels, rows)
 
-    def linears(self) -> tuple[Linear, ...]:
-        """Every matrix of the layer."""
-        return *self.attention.linears(), *self.mlp.linears()
-
-    def pack(self, kernels: Kernels) -> None:
-        """Pack the matrices in the layout that the kernel set multiplies fastest."""
-        self.attention.pack(kernels)
-        self.mlp.pack(kernels)
-
 
 class PostNormBlock(Block):
     """One layer with norms before attention and MLP, and also on their outputs."""
@@ -117,7 +119,7 @@ class PostNormBlock(Block):
         return self.mlp_post_norm(super().fed_forward(normed, kernels, rows), kernels)
 
 
-class Llama(nnx.Module):
+class Llama(Layer):
     """embed [V, E], L blocks, a final norm, and lm_head [E, V] unless the embedding is tied."""
 
     #: The class of layers.
@@ -165,9 +167,9 @@ class Llama(nnx.Module):
             if number in self.config.noted_layers:
                 read[number] = (x + added).astype(self.dtype)
             graph, weights = nnx.split(block)
-            is_last = block is self.layers[-1]
+            attend_only = block.has_halves and block is self.layers[-1]
             x, added, pools[source] = _run_block(
-                graph, weights, x, added, rope, pools[source], own, kernels, attend_only=is_last
+                graph, weights, x, added, rope, pools[source], own, kernels, attend_only=attend_only
             )
         noted = None
         if read:
@@ -186,7 +188,11 @@ class Llama(nnx.Module):
 
         In a model split over devices: the columns of the device's share of the vocabulary.
         """
-        return self.projected(self.normed(hidden, kernels), kernels)
+        logits = self.projected(self.normed(hidden, kernels), kernels)
+        if self.config.logit_factor != 1:
+            logits = logits * self.config.logit_factor
+        cap = self.config.logit_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits
 
     def projected(self, x: Array, kernels: Kernels) -> Array:
         """Output head: x [R, E] after a final norm -> logits float32 [R, V]."""
@@ -196,6 +202,8 @@ class Llama(nnx.Module):
 
     def normed(self, hidden: Hidden, kernels: Kernels) -> Array:
         """R rows -> [R, E] after the final norm."""
+        if not self.block.has_halves:
+            return self.norm(hidden.states, kernels).astype(self.dtype)
         return self.ended(hidden, kernels)[1] if hidden.normed is None else hidden.normed
 
     def ended(self, hidden: Hidden, kernels: Kernels) -> tuple[Array, Array]:
@@ -210,27 +218,15 @@ class Llama(nnx.Module):
         """Embeddings of tokens int32 [T] -> [T, E]."""
         return looked_up(self.embed[...], tokens, self.config)[:, : self.config.hidden_size]
 
-    def linears(self) -> Iterator[Linear]:
-        """Every matrix that may be quantised; a tied head is the embedding, which may not."""
-        for block in self.layers:
-            yield from block.linears()
-        if self.lm_head is not None:
-            yield self.lm_head
-
     def pack(self, kernels: Kernels) -> None:
-        """Pack the matrices in the layout that the kernel set multiplies fastest; this is the last
-        change to a model's weights.
-        """
-        for block in self.layers:
-            block.pack(kernels)
+        """Pack the matrices, and the embedding; a tied one is also the head, and stays as it is."""
+        super().pack(kernels)
         if self.lm_head is not None:
-            self.lm_head.pack(kernels)
             self.embed = nnx.Param(_with_columns(self.embed[...], kernels.table_columns))
 
     def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """Pack a model that is split over devices; see `Linear.pack_shares`."""
-        for linear in self.linears():
-            linear.pack_shares(kernels, mesh)
+        """Pack the matrices and the embedding of a model that is split over devices."""
+        super().pack_shares(kernels, mesh)
         table, columns = self.embed[...], kernels.table_columns
         if self.lm_head is not None and table.shape[1] % columns:
             split, work = PartitionSpec(TENSOR.name, None), partial(_with_columns, columns=columns)

@@ -385,16 +385,14 @@ class Experts(MLP):
             group += DATA.number() * self.experts.groups
         return group * self.experts.own
 
-    def linears(self) -> tuple[Linear, ...]:
-        return *super().linears(), *(() if self.shared is None else self.shared.linears())
-
     def pack(self, kernels: Kernels) -> None:
         """See `MLP.pack`; the router is padded with columns of zeros to whole vectors."""
         if self._at_once(kernels):
             self.gate_up.set_apart(kernels)
             self.down.set_apart(kernels)
         else:
-            super().pack(kernels)
+            self.gate_up.pack(kernels)
+            self.down.pack(kernels)
         if self.shared is not None:
             self.shared.pack(kernels)
         if kernels.pack is not None:
@@ -446,12 +444,6 @@ class _Dense(MLP):
 
     def takes_rounded(self, kernels: Kernels) -> bool:
         return self.shared.takes_rounded(kernels)
-
-    def linears(self) -> tuple[Linear, ...]:
-        return self.shared.linears()
-
-    def pack(self, kernels: Kernels) -> None:
-        self.shared.pack(kernels)
 
 
 def _feed_forward(config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:

@@ -16,13 +16,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.attention import GatedAttention
-from jitney.engine.core.models.gemma import capped
-from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.models.layers import UnitNorm, rounded
 from jitney.engine.core.models.llama import Llama, PostNormBlock
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import HF, FileFormat, WeightMap
-from jitney.kernels.interface import Kernels
 
 _HF = replace(
     HF,
@@ -58,10 +55,6 @@ class Muse(Llama):
         wide = x.astype(jnp.float32)
         squares = jnp.mean(wide * wide, axis=-1, keepdims=True)
         return rounded(wide * jax.lax.rsqrt(squares + self.config.rms_eps), x.dtype)
-
-    def logits(self, hidden: Hidden, kernels: Kernels) -> Array:
-        logits = super().logits(hidden, kernels) * self.config.logit_factor
-        return capped(logits, self.config.logit_softcap)
 
     @classmethod
     def weight_map(cls, config: ModelConfig, file_format: FileFormat) -> WeightMap:

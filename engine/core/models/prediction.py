@@ -9,8 +9,6 @@ Axes: T rows, E embed, N pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -19,7 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jitney.engine.core.models.hidden import Hidden
-from jitney.engine.core.models.layers import Linear, RMSNorm
+from jitney.engine.core.models.layers import Layer, Linear, RMSNorm
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import FileFormat, WeightMap
@@ -77,21 +75,13 @@ class PredictionHead(Llama):
         """Columns of these logits, int32 [R], -1 for none -> token ids of the model."""
         return columns
 
-    def linears(self) -> Iterator[Linear]:
-        yield self.joint
-        yield from super().linears()
-
     def pack(self, kernels: Kernels) -> None:
-        for linear in (self.joint, self.lm_head):
-            if linear is not None:
-                linear.pack(kernels)
-        for block in self.layers:
-            block.pack(kernels)
+        """Pack the matrices; the embedding is the model's."""
+        Layer.pack(self, kernels)
 
     def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """See `Llama.pack_shares`; the embedding is the model's."""
-        for linear in self.linears():
-            linear.pack_shares(kernels, mesh)
+        """As `pack`, of a head that is split over devices."""
+        Layer.pack_shares(self, kernels, mesh)
 
     @property
     def dtype(self) -> np.dtype:
