@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Set
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -65,14 +63,10 @@ class TextStream:
             self._skip = tokenizer.special_ids - seen_ids
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        #: By first character, since most characters begin no stop string.
-        self._finders: dict[str, list[_StopFinder]] = {}
-        for stop in params.stop:
-            self._finders.setdefault(stop[0], []).append(_StopFinder(stop))
-        #: Finders with a partial match at the end of the text.
-        self._begun: list[_StopFinder] = []
+        self._stops = params.stop
+        #: The end of the text that may become a stop string.
+        self._begun = ""
         self._utf8 = _Utf8Decoder(errors="replace")
-        self._pending = ""
         self._decoded = 0  # characters decoded so far, held ones included
         self._tokens = 0
         for token in prompt_ids[-4:]:  # a character has at most 4 bytes, a token at least one
@@ -86,7 +80,7 @@ class TextStream:
         stop_token: the end token that the core reported, the last of `token_ids`; it is part of the
         text only with `include_stop_str_in_output`.
         """
-        if len(token_ids) == 1 and not (final or self._finders or stop_token is not None):
+        if len(token_ids) == 1 and not (final or self._stops or stop_token is not None):
             return self._push_one(token_ids[0])
         delta = TextDelta("", 0)
         pieces: list[str] = []
@@ -117,9 +111,8 @@ class TextStream:
     def _flush(self, delta: TextDelta) -> str:
         """The rest of the text at its end: an unfinished character and held text."""
         text = self._settle(self._utf8.decode(b"", True), delta)
-        if delta.stop is None:
-            text += self._pending
-            self._pending = ""
+        if delta.stop is None and not self._include_stop:
+            text += self._begun
         return text
 
     def _bytes(self, token: int) -> bytes:
@@ -129,67 +122,26 @@ class TextStream:
 
     def _settle(self, piece: str, delta: TextDelta) -> str:
         """Add decoded characters; returns text that cannot become part of a stop string."""
-        if not self._finders or self._tokens <= self._min_tokens:
+        if not self._stops or self._tokens <= self._min_tokens:
             self._decoded += len(piece)
             return piece
-        text = self._pending + piece
-        end = len(self._pending)
-        for char in piece:
-            end += 1
-            self._decoded += 1
-            delta.stop = self._completed_by(char)
-            if delta.stop is not None:
-                return self._stopped(text[:end], delta.stop)
-        n_pending = 0
-        if not self._include_stop:
-            n_pending = max([finder.matched for finder in self._begun], default=0)
-        self._pending = text[len(text) - n_pending :]
-        return text[: len(text) - n_pending]
-
-    def _stopped(self, text: str, stop: str) -> str:
-        """The shown part of a text that ends with a stop string."""
-        self._pending = ""
-        if self._include_stop:
-            return text
-        return text.removesuffix(stop)
-
-    def _completed_by(self, char: str) -> str | None:
-        """The longest stop string that this character completes."""
-        idle = [finder for finder in self._finders.get(char, ()) if not finder.matched]
-        active = self._begun + idle
-        completed = [finder.stop for finder in active if finder.feed(char)]
-        self._begun = [finder for finder in active if finder.matched]
-        return max(completed, key=len, default=None)
+        before = len(self._begun)
+        text = self._begun + piece
+        # Of the text, what was returned earlier.
+        returned = before if self._include_stop else 0
+        found = [(at + len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, delta.stop = min(found, key=lambda one: (one[0], -len(one[1])))
+            self._decoded += end - before
+            return text[returned : end if self._include_stop else end - len(delta.stop)]
+        self._decoded += len(piece)
+        self._begun = max([_beginning(stop, text) for stop in self._stops], key=len)
+        return text[returned : len(text) - (0 if self._include_stop else len(self._begun))]
 
 
-@dataclass(eq=False, slots=True)
-class _StopFinder:
-    """Knuth-Morris-Pratt search for one string, one character at a time."""
-
-    stop: str
-    #: Length of the longest prefix of `stop` that the text now ends with.
-    matched: int = 0
-    _fallback: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._fallback = _fallbacks(self.stop)
-
-    def feed(self, char: str) -> bool:
-        """Add a character; True if it completes the string and ends the search."""
-        while self.matched and self.stop[self.matched] != char:
-            self.matched = self._fallback[self.matched - 1]
-        self.matched += self.stop[self.matched] == char
-        return self.matched == len(self.stop)
-
-
-@lru_cache(maxsize=256)
-def _fallbacks(text: str) -> tuple[int, ...]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also a suffix."""
-    table = [0] * len(text)
-    matched = 0
-    for position in range(1, len(text)):
-        while matched and text[matched] != text[position]:
-            matched = table[matched - 1]
-        matched += text[matched] == text[position]
-        table[position] = matched
-    return tuple(table)
+def _beginning(stop: str, text: str) -> str:
+    """The longest end of a text that begins the string `stop`."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return text[at:] if at >= 0 else ""
