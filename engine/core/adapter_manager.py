@@ -17,21 +17,23 @@ import msgspec
 
 from jitney.engine.common.errors import ErrorInfo, JitneyError
 from jitney.engine.common.messages import AdaptersSet, SetAdapters
-from jitney.engine.common.outputs import FinishReason
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.distributed.messages import (
+    ADAPTER_FILES,
     AdapterMessage,
     DropAdapter,
     InstallAdapter,
+    ReadAdapters,
     UseAdapter,
 )
+from jitney.engine.core.held_request import HeldRequest
 from jitney.engine.core.weights.checkpoints.adapter import stamp_of
 from jitney.engine.core.weights.checkpoints.names import Path
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jitney.engine.core.distributed.adapters import LeaderAdapters
+    from jitney.engine.core.distributed.link import Leader
     from jitney.engine.core.weights.adapters import AdapterBank, AdapterColumns, LoadedAdapter
     from jitney.kernels.interface import Kernels
 
@@ -80,24 +82,13 @@ class _Change:
         )
 
 
-@dataclass(slots=True)
-class _HeldRequest:
-    """A request whose adapter is not loaded yet; ended: its sequences that were ended -> reason."""
-
-    request: EngineRequest
-    ended: dict[int, FinishReason] = field(default_factory=dict[int, FinishReason])
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.ended) >= self.request.sampling.n
-
-
 class AdapterManager:
     """Changes the adapters of an engine.
 
-    loaded: the adapters that the models already have. digest_of: maps adapters (name -> folder) to
-    the configuration's digest. others: the other hosts of the engine, if any. fixed: the engine
-    keeps the adapters of its start, and changes are only named.
+    loaded: the adapters that the models already have. identity_of: maps adapters (name -> folder)
+    to the identity of the model's files with theirs, and digest_of that to the configuration's
+    digest. hosts: the connections to the engine's other hosts, if any. fixed: the engine keeps the
+    adapters of its start, and changes are only named.
     """
 
     def __init__(
@@ -105,15 +96,17 @@ class AdapterManager:
         bank: AdapterBank,
         loaded: Iterable[LoadedAdapter],
         models: Sequence[ServedModel],
-        digest_of: Callable[[Mapping[str, str]], str],
+        identity_of: Callable[[Mapping[str, str]], str],
+        digest_of: Callable[[str], str],
         *,
-        others: LeaderAdapters | None = None,
+        hosts: Leader | None = None,
         fixed: bool = False,
     ):
         self._bank = bank
         self._models = models
+        self._identity_of = identity_of
         self._digest_of = digest_of
-        self._others = others
+        self._hosts = hosts
         self._fixed = fixed
         #: Name -> served adapter.
         self._served = {adapter.name: adapter for adapter in loaded}
@@ -124,7 +117,8 @@ class AdapterManager:
         self._installed = {adapter.number for adapter in self._served.values()}
         #: Adapters that are read but not installed, oldest first.
         self._coming: list[AdapterColumns] = []
-        self._waiting: list[_HeldRequest] = []
+        #: Requests whose adapters are not installed yet.
+        self.waiting: list[HeldRequest] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._changes: list[SetAdapters] = []
         self._reading: tuple[int, Future[_Change]] | None = None
@@ -170,18 +164,10 @@ class AdapterManager:
             return False
         if all(request.adapter != one.adapter.number for one in self._coming):
             return False  # an unknown adapter
-        self._waiting.append(_HeldRequest(request))
+        self.waiting.append(HeldRequest(request))
         return True
 
-    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """End a held request (index None) or one of its sequences."""
-        for entry in self._waiting:
-            if entry.request.id == request_id:
-                ended = range(entry.request.sampling.n) if index is None else (index,)
-                for number in ended:
-                    entry.ended.setdefault(number, reason)
-
-    def tend(self, open_adapters: Callable[[], set[int]]) -> list[_HeldRequest]:
+    def tend(self, open_adapters: Callable[[], set[int]]) -> list[HeldRequest]:
         """Advance changes between two steps; returns the requests that need not wait any more.
 
         open_adapters: numbers that open requests use. Raises the device's error if weights cannot
@@ -222,10 +208,14 @@ class AdapterManager:
             new.append(columns)
             adapters.append(columns.adapter)
         self._bank.check_room(adapters)
-        if self._others is not None:
+        identity = self._identity_of(message.folders)
+        if self._hosts is not None:
             numbers = {adapter.name: adapter.number for adapter in adapters}
-            self._others.read(numbers, message.folders, [one.adapter.name for one in new])
-        return _Change(message.ticket, adapters, new, self._digest_of(message.folders))
+            folders = {one.adapter.name: message.folders[one.adapter.name] for one in new}
+            self._hosts.send(ReadAdapters(numbers, folders))
+            # Raises ConfigError, naming the host, if one cannot read them or has other files.
+            self._hosts.same(ADAPTER_FILES, identity)
+        return _Change(message.ticket, adapters, new, self._digest_of(identity))
 
     def _compared(self, message: SetAdapters, served: dict[str, LoadedAdapter]) -> _Change:
         """A result without changes, with the names of adapters that are not served, or whose files
@@ -280,7 +270,7 @@ class AdapterManager:
 
     def _is_needless(self, adapter: LoadedAdapter) -> bool:
         """True if the adapter was removed again and no request waits for it."""
-        waiting = {entry.request.adapter for entry in self._waiting}
+        waiting = {entry.request.adapter for entry in self.waiting}
         return adapter.number in self._retired and adapter.number not in waiting
 
     def _install(self, arrays: list[dict[Path, Array]]) -> None:
@@ -294,15 +284,13 @@ class AdapterManager:
         _log.info("adapter %s is loaded", adapter.name)
 
     def _tell_others(self, message: AdapterMessage) -> None:
-        if self._others is not None:
-            self._others.tell(message)
+        if self._hosts is not None:
+            self._hosts.send(message)
 
-    def _released(self) -> list[_HeldRequest]:
-        if not self._waiting:
-            return []
-        waiting, self._waiting = self._waiting, []
-        free: list[_HeldRequest] = []
+    def _released(self) -> list[HeldRequest]:
+        waiting, self.waiting = self.waiting, []
+        free: list[HeldRequest] = []
         for one in waiting:
             is_free = one.is_over or one.request.adapter in self._installed
-            (free if is_free else self._waiting).append(one)
+            (free if is_free else self.waiting).append(one)
         return free

@@ -57,7 +57,6 @@ from jitney.kernels.select import reference_of
 
 if TYPE_CHECKING:
     from jitney.engine.core.adapter_manager import AdapterManager
-    from jitney.engine.core.distributed.adapters import LeaderAdapters
     from jitney.engine.core.distributed.link import Hosts, Worker
     from jitney.engine.core.executor.hosts import Follower
     from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter
@@ -233,32 +232,19 @@ def _manage_adapters(
         assert isinstance(alone.runner, Runner)  # `_core_alone`
         models.append(ServedModel(alone.runner, None))
 
-    def digest_of(folders: Mapping[str, str]) -> str:
-        identity = setup.source.identity(folders)
+    def digest_of(identity: str) -> str:
         return configuration_digest(setup.config, model=identity, version=version("jitney"))
 
+    fixed, hosts = setup.settings.data_parallel > 1, None
+    if setup.hosts is not None and not fixed:  # they change their adapters together
+        from jitney.engine.core.distributed.link import Leader
+
+        assert isinstance(setup.hosts, Leader)  # a worker has no manager
+        hosts = setup.hosts
     bank, loaded = adapters
     return AdapterManager(
-        bank,
-        loaded,
-        models,
-        digest_of,
-        others=_others_with_adapters(setup),
-        fixed=setup.settings.data_parallel > 1,
+        bank, loaded, models, setup.source.identity, digest_of, hosts=hosts, fixed=fixed
     )
-
-
-def _others_with_adapters(setup: Setup) -> LeaderAdapters | None:
-    """The other hosts, which change their adapters together with this one; None if there are
-    none.
-    """
-    if setup.hosts is None or setup.settings.data_parallel > 1:
-        return None
-    from jitney.engine.core.distributed.adapters import LeaderAdapters
-    from jitney.engine.core.distributed.link import Leader
-
-    assert isinstance(setup.hosts, Leader)  # a worker has no manager
-    return LeaderAdapters(setup.hosts, setup.source.identity)
 
 
 def _step_cost(setup: Setup, model: Model) -> StepCost | None:

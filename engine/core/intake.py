@@ -13,6 +13,7 @@ from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.messages import AdaptersSet, SetAdapters
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import REQUEST_MOST, EngineRequest
+from jitney.engine.core.held_request import HeldRequest
 from jitney.engine.core.scheduler.sequence import Matcher
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Intake:
     @property
     def is_busy(self) -> bool:
         """Whether grammars are being compiled, or adapters are being loaded."""
-        if self.grammars is not None and self.grammars.has_waiting:
+        if self.grammars is not None and self.grammars.waiting:
             return True
         return self.adapters is not None and self.adapters.is_busy
 
@@ -103,22 +104,22 @@ class Intake:
         elif self.grammars is None or sampling.grammar is None:
             self._schedule(request)
         else:
-            self.grammars.enter(request, sampling.grammar)
+            self.grammars.enter(request)
             self.add_compiled()
 
     def add_compiled(self) -> None:
         """Continue with requests whose grammars are compiled."""
         if self.grammars is None:
             return
-        for request, new_matcher, error, ended in self.grammars.leave():
+        for entry, new_matcher, error in self.grammars.leave():
             if error is not None:
-                self._reject(request, error)
+                self._reject(entry.request, error)
             elif new_matcher is None:
-                self._end_before(request, ended)
+                self._end_before(entry)
             else:
-                self._schedule(request, new_matcher)
-                for index, reason in ended.items():
-                    self.scheduler.abort(request.id, index, reason)
+                self._schedule(entry.request, new_matcher)
+                for index, reason in entry.ended.items():
+                    self.scheduler.abort(entry.request.id, index, reason)
 
     def tend_adapters(self, open_adapters: Callable[[], set[int]]) -> set[int]:
         """Continue a change of adapters, and the requests whose adapters are loaded now.
@@ -129,7 +130,7 @@ class Intake:
             return set()
         for entry in self.adapters.tend(open_adapters):
             if entry.is_over:
-                self._end_before(entry.request, entry.ended)
+                self._end_before(entry)
                 continue
             self._add_loaded(entry.request)
             for index, reason in entry.ended.items():
@@ -146,11 +147,11 @@ class Intake:
         except RequestError as error:
             self._reject(request, error.info)
 
-    def _end_before(self, request: EngineRequest, ended: dict[int, FinishReason]) -> None:
+    def _end_before(self, entry: HeldRequest) -> None:
         """End a request whose sequences were all ended before it reached the scheduler."""
         self.rejected += [
-            SequenceOutput(request.id, index, finish=reason)
-            for index, reason in sorted(ended.items())
+            SequenceOutput(entry.request.id, index, finish=reason)
+            for index, reason in sorted(entry.ended.items())
         ]
 
     def take_rejected(self) -> list[SequenceOutput]:
@@ -165,8 +166,12 @@ class Intake:
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
         """End a request (index None) or one of its sequences, wherever it is."""
-        if self.adapters is not None:
-            self.adapters.abort(request_id, index, reason)
+        held = [] if self.adapters is None else [*self.adapters.waiting]
         if self.grammars is not None:
-            self.grammars.abort(request_id, index, reason)
+            held += self.grammars.waiting
+        for entry in held:
+            if entry.request.id == request_id:
+                indices = range(entry.request.sampling.n) if index is None else (index,)
+                for number in indices:
+                    entry.ended.setdefault(number, reason)
         self.scheduler.abort(request_id, index, reason)

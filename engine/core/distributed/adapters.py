@@ -7,12 +7,13 @@ these messages and the steps come over one connection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.core.distributed.messages import (
+    ADAPTER_FILES,
     Accept,
     AdapterMessage,
     DropAdapter,
@@ -30,39 +31,7 @@ if TYPE_CHECKING:
     from jitney.engine.core.weights.adapters import AdapterBank, AdapterColumns
     from jitney.engine.core.weights.checkpoints.names import Path
 
-#: The value that hosts agree on: the content of the model's files and of its adapters'.
-_WHAT = "files of adapters"
-
 type _Identity = Callable[[Mapping[str, str]], str]
-
-
-class _Hosts(Protocol):
-    """Host 0's connections to the workers."""
-
-    def send(self, message: Message) -> None: ...
-
-    def same(self, what: str, value: str) -> None: ...
-
-
-class LeaderAdapters:
-    """Host 0's side. identity_of: maps adapters (name -> folder) to a digest of their content."""
-
-    def __init__(self, hosts: _Hosts, identity_of: _Identity):
-        self._hosts = hosts
-        self._identity_of = identity_of
-
-    def read(
-        self, numbers: Mapping[str, int], folders: Mapping[str, str], new: Iterable[str]
-    ) -> None:
-        """Have the workers read the new ones of these adapters, which this host has read. Blocks.
-        Raises ConfigError, naming the host, if one cannot or has other files.
-        """
-        own = self._identity_of(folders)
-        self._hosts.send(ReadAdapters(dict(numbers), {name: folders[name] for name in new}))
-        self._hosts.same(_WHAT, own)
-
-    def tell(self, message: AdapterMessage) -> None:
-        self._hosts.send(message)
 
 
 class _Weights(Protocol):
@@ -131,7 +100,7 @@ class WorkerAdapters:
         try:
             for name, folder in message.folders.items():
                 columns.append(self._bank.read(name, folder, message.numbers[name]))
-            answer = Propose(_WHAT, self._identity_of(folders))
+            answer = Propose(ADAPTER_FILES, self._identity_of(folders))
         except JitneyError as error:
             answer = Refused(str(error))
         except Exception as error:  # the present adapters stay in use

@@ -11,6 +11,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+#: The value (`Propose`) that hosts agree on once they have read adapters: the content of the
+#: model's files and of its adapters'.
+ADAPTER_FILES = "files of adapters"
+
 
 class PackedArray(msgspec.Struct, frozen=True, array_like=True):
     """A numpy array as bytes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from jitney.engine.common.messages import GrammarWork
 from jitney.engine.common.outputs import FinishReason
 from jitney.engine.common.requests import EngineRequest, Grammar, SamplingParams
 from jitney.engine.core.grammar.matchers import GrammarMatcher, Matchers, TokenConstraint
+from jitney.engine.core.held_request import HeldRequest
 from jitney.engine.core.scheduler.plan import Chunk, MaskedRow, Plan
 from jitney.engine.core.scheduler.sequence import Sequence
 
@@ -22,30 +22,14 @@ from jitney.engine.core.scheduler.sequence import Sequence
 _POLL_S = 0.001
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A request whose grammar is being compiled."""
-
-    request: EngineRequest
-    grammar: Grammar
-    #: Sequences that were ended meanwhile -> reason.
-    ended: dict[int, FinishReason] = field(default_factory=dict)
-
-    @property
-    def is_over(self) -> bool:
-        return len(self.ended) >= self.request.sampling.n
-
-
 class _Verdict(NamedTuple):
     """The result of a request's wait."""
 
-    request: EngineRequest
+    entry: HeldRequest
     #: Makes a matcher for each sequence; None: the grammar cannot be used, or all sequences ended.
-    new_matcher: Callable[[], GrammarMatcher] | None
+    new_matcher: Callable[[], GrammarMatcher] | None = None
     #: Why the grammar cannot be used, if so.
-    error: ErrorInfo | None
-    #: Sequences that were ended meanwhile -> reason.
-    ended: dict[int, FinishReason]
+    error: ErrorInfo | None = None
 
 
 class _Ending(NamedTuple):
@@ -74,7 +58,8 @@ class GrammarManager:
 
     def __init__(self, matchers: Matchers):
         self._matchers = matchers
-        self._waiting: list[_Waiting] = []
+        #: Requests whose grammars are being compiled.
+        self.waiting: list[HeldRequest] = []
 
     @classmethod
     def open(cls, tokenizer: str, vocab_size: int, end_ids: Iterable[int]) -> GrammarManager:
@@ -82,13 +67,9 @@ class GrammarManager:
         return cls(Matchers(_token_trie(tokenizer, vocab_size, end_ids)))
 
     @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
-
-    @property
     def waiting_adapters(self) -> set[int]:
         """Numbers of the adapters that waiting requests ask for."""
-        return {entry.request.adapter for entry in self._waiting}
+        return {entry.request.adapter for entry in self.waiting}
 
     def check(self, grammar: Grammar) -> None:
         """Wait until a grammar is compiled. Raises RequestError if it cannot be used."""
@@ -96,44 +77,32 @@ class GrammarManager:
         while self._matchers.maker(grammar) is None:
             time.sleep(_POLL_S)
 
-    def enter(self, request: EngineRequest, grammar: Grammar) -> None:
+    def enter(self, request: EngineRequest) -> None:
         """Let a request wait for its grammar; `leave` returns it."""
-        self._matchers.begin(grammar)
-        self._waiting.append(_Waiting(request, grammar))
+        self._matchers.begin(_grammar_of(request))
+        self.waiting.append(HeldRequest(request))
 
     def leave(self) -> list[_Verdict]:
         """The requests whose grammars are compiled or refused, in order of arrival."""
-        if not self._waiting:
-            return []
         verdicts: list[_Verdict] = []
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for entry in waiting:
             verdict = self._verdict(entry)
             if verdict is None:
-                self._waiting.append(entry)
+                self.waiting.append(entry)
             else:
                 verdicts.append(verdict)
         return verdicts
 
-    def _verdict(self, entry: _Waiting) -> _Verdict | None:
+    def _verdict(self, entry: HeldRequest) -> _Verdict | None:
         """The result of a request; None while it waits."""
         if entry.is_over:
-            return _Verdict(entry.request, None, None, entry.ended)
+            return _Verdict(entry)
         try:
-            new_matcher = self._matchers.maker(entry.grammar)
+            new_matcher = self._matchers.maker(_grammar_of(entry.request))
         except RequestError as error:
-            return _Verdict(entry.request, None, error.info, entry.ended)
-        if new_matcher is None:
-            return None
-        return _Verdict(entry.request, new_matcher, None, entry.ended)
-
-    def abort(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """End a waiting request (index None) or one of its sequences."""
-        for entry in self._waiting:
-            if entry.request.id == request_id:
-                indices = range(entry.request.sampling.n) if index is None else (index,)
-                for number in indices:
-                    entry.ended.setdefault(number, reason)
+            return _Verdict(entry, error=error.info)
+        return None if new_matcher is None else _Verdict(entry, new_matcher)
 
     def masks(self, plan: Plan) -> _Masks:
         """The masks of a plan's rows, without those of ended sequences, late masks, and drafts that
@@ -200,6 +169,11 @@ class GrammarManager:
     def take_work(self) -> GrammarWork | None:
         """See `Matchers.take_work`."""
         return self._matchers.take_work()
+
+
+def _grammar_of(request: EngineRequest) -> Grammar:
+    assert request.sampling.grammar is not None  # others do not wait
+    return request.sampling.grammar
 
 
 def _matcher_of(seq: Sequence) -> GrammarMatcher | TokenConstraint:

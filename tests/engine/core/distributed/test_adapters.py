@@ -15,7 +15,7 @@ import pytest
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.messages import AdaptersSet, SetAdapters
 from jitney.engine.core.adapter_manager import AdapterManager, ServedModel
-from jitney.engine.core.distributed.adapters import LeaderAdapters, WorkerAdapters
+from jitney.engine.core.distributed.adapters import WorkerAdapters
 from jitney.engine.core.distributed.connection import Connection
 from jitney.engine.core.distributed.link import Leader, Worker
 from jitney.engine.core.distributed.messages import Hello
@@ -60,8 +60,7 @@ class Engine:
     def __init__(self, first: Host, other: Host, leader: Leader, worker: Worker):
         self.other, self.worker = other, worker
         bank, other_bank, model = first, other, ServedModel(first, None)
-        lead = LeaderAdapters(leader, first.identity)
-        self.manager = AdapterManager(bank, [], [model], first.identity, others=lead)  # type: ignore[arg-type]
+        self.manager = AdapterManager(bank, [], [model], first.identity, str, hosts=leader)  # type: ignore[arg-type]
         self.followed = WorkerAdapters(other_bank, other, {}, other.identity, worker.send)  # type: ignore[arg-type]
         self.accepted: list[dict[str, str]] = []
         self.followed.on_accepted = self.accepted.append
