@@ -146,42 +146,32 @@ class ModelSource:
         are fetched. cache_dir: where fetched models go, if not to the user's cache. progress(stage,
         done, total, detail) is called meanwhile. Raises ModelError.
         """
-        source = cls._find(model, revision, weights, cache_dir, progress)
-        return source if weights else replace(source, has_weights=False)
-
-    @classmethod
-    def _find(
-        cls,
-        model: str,
-        revision: str | None,
-        weights: bool,
-        cache_dir: str | Path | None,
-        progress: Progress,
-    ) -> ModelSource:
         folder = None if cache_dir is None else Path(cache_dir)
+        kind, _, family = model.partition(":")
+        path = Path(model).expanduser()
         if revision is not None and not _is_repository(model):
             raise ModelError(
                 "a revision is only meaningful with a Hugging Face repository id, not with "
                 f"{model!r}"
             )
         if model == _DEFAULT_MODEL:
-            return _gguf_source(fetch_smollm2(folder, progress), _DEFAULT_MODEL)
-        kind, _, family = model.partition(":")
-        if kind == "tiny-random":
-            return cls("tiny", "", model, tiny_config(family or "llama"))
-        path = Path(model).expanduser()
-        if model and path.is_dir():  # Path("") is the current folder
-            return _hf_source(path, path.resolve().name, weights)
-        if path.is_file():
-            return _gguf_source(path, model_name(path))
-        if _is_repository(model):
-            repository = Repository(model, revision)
-            return _hf_source(repository.fetch(folder, progress, weights=weights), model, weights)
-        raise ModelError(
-            f"no model {model!r}: give {_DEFAULT_MODEL}, a model folder, a .gguf file, "
-            "a Hugging Face repository id (owner/name) or tiny-random"
-            f"{did_you_mean(model, (_DEFAULT_MODEL, 'tiny-random'))}"
-        )
+            source = _gguf_source(fetch_smollm2(folder, progress), _DEFAULT_MODEL)
+        elif kind == "tiny-random":
+            source = cls("tiny", "", model, tiny_config(family or "llama"))
+        elif model and path.is_dir():  # Path("") is the current folder
+            source = _hf_source(path, path.resolve().name, weights)
+        elif path.is_file():
+            source = _gguf_source(path, model_name(path))
+        elif _is_repository(model):
+            fetched = Repository(model, revision).fetch(folder, progress, weights=weights)
+            source = _hf_source(fetched, model, weights)
+        else:
+            raise ModelError(
+                f"no model {model!r}: give {_DEFAULT_MODEL}, a model folder, a .gguf file, "
+                "a Hugging Face repository id (owner/name) or tiny-random"
+                f"{did_you_mean(model, (_DEFAULT_MODEL, 'tiny-random'))}"
+            )
+        return source if weights else replace(source, has_weights=False)
 
     @classmethod
     def local(cls, model: str) -> ModelSource | None:
