@@ -172,9 +172,7 @@ class LLM:
         *,
         adapter: str = "",
     ) -> list[_RequestOutput]:
-        """Answer one or several conversations, with messages as in the chat completions API.
-        adapter: see `generate`.
-        """
+        """Answer conversations, as messages of the chat completions API. adapter: as above."""
         conversations: Any = messages
         if messages and isinstance(messages[0], dict):
             conversations = [messages]

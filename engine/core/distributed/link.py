@@ -91,9 +91,7 @@ class Hosts(Protocol):
         ...
 
     def leave(self, reason: str, *, failed: bool) -> None:
-        """Tell the others that this host ends. If a loss was noticed first, wait until `Lost` has
-        returned.
-        """
+        """Tell the others that this host ends, or wait until a noticed loss is reported."""
         ...
 
 
@@ -158,9 +156,7 @@ class _Peer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, on_end: Callable[[_Peer, str, bool], None]) -> None:
-        """Read messages until the end. on_end: called with the reason, and whether the peer
-        reported a failure.
-        """
+        """Read messages until the end. on_end: called with (peer, reason, it failed)."""
         threading.Thread(target=self._read, args=(on_end,), daemon=True).start()
 
     def _read(self, on_end: Callable[[_Peer, str, bool], None]) -> None:
@@ -252,9 +248,7 @@ class Leader:
         lost: Lost,
         adapters: dict[str, int] | None = None,
     ) -> Leader:
-        """Wait for the other hosts. adapters: see `Welcome`. Raises ConfigError if one does not
-        join in time.
-        """
+        """Wait for the other hosts. adapters: see `Welcome`. Raises ConfigError."""
         gathering = _Gathering(n_hosts, own, report)
         address = HostAddress.read(coordinator)
         with address.listen() as listener:

@@ -83,9 +83,7 @@ def _shown(proof: Proof) -> KernelProof:
 def served_by(
     model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: DTypeLike
 ) -> ServedShapes:
-    """The shapes in which an engine calls its kernels. model: over all devices. own: one device's
-    configuration.
-    """
+    """The shapes in which an engine calls its kernels. model: of all devices; own: of one."""
     table = 0
     if own.tie_embeddings:
         table = own.vocab_share

@@ -82,9 +82,7 @@ class StepParts:
         self._heads: dict[int, _Part] = {}
 
     def start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
-        """Begin to compile a step's missing parts. -> a function that waits and returns the
-        step.
-        """
+        """Begin to compile a step's missing parts. -> waits and returns the step."""
         if bucket not in self._models:
             self._start_model(pool, bucket)
         model, tails = self._models[bucket], self._start_tails(pool, bucket)
@@ -133,9 +131,7 @@ class StepParts:
             self._start_heads(pool, output.rows)
 
     def _start_heads(self, pool: Executor, rows: Any) -> None:
-        """Begin to compile the head programs. rows: shapes of any model program's rows; all are
-        equal.
-        """
+        """Begin to compile the head programs. rows: shapes, equal in all model programs."""
         for size in self._sizes:
             if size not in self._heads:
                 head = jax.jit(partial(_run_head, self._program, size))

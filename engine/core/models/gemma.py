@@ -32,8 +32,6 @@ class Gemma(Llama):
     hf, gguf = _HF, _GGUF
 
     def embedded(self, tokens: Array) -> Array:
-        """Embeddings of tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as in
-        training.
-        """
+        """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as in training."""
         x = super().embedded(tokens)
         return scaled(x, float(np.asarray(self.config.hidden_size**0.5, x.dtype)))

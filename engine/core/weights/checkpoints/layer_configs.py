@@ -313,9 +313,7 @@ class ShortConvConfig:
 
 @dataclass(frozen=True, slots=True)
 class MambaConfig:
-    """Layers of Mamba-2 that keep a state of each seat in place of pages, see
-    `jitney.kernels.mamba`.
-    """
+    """Layers of Mamba-2, with a state per slot: see `jitney.kernels.mamba`."""
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -397,9 +395,7 @@ class MambaConfig:
 
 @dataclass(frozen=True, slots=True)
 class FullHeads:
-    """Key and value heads of layers without a window, if they differ from those of layers with
-    one.
-    """
+    """Key and value heads of layers without a window, if they differ from the others."""
 
     #: K and D.
     n_kv_heads: int
@@ -447,9 +443,7 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Parts of an encoder beside its layers; each text is computed in one step, without a KV
-    cache.
-    """
+    """An encoder beside its layers; a text is computed in one step, without a KV cache."""
 
     #: Pooling: a text's vector by cls or mean, or by classify the logit of a pair of texts.
     pooling: Pooling

@@ -122,9 +122,7 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """The names of a folder's tensors as stored; none of one without safetensors. Raises
-    ModelError.
-    """
+    """A folder's tensors as stored; none of one without safetensors. Raises ModelError."""
     if safe_file(folder, _INDEX, missing_ok=True) is not None:
         return {*_read_index(folder).weight_map}
     if safe_file(folder, _SINGLE, missing_ok=True) is not None:
@@ -134,9 +132,7 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def lacks_head(folder: Path) -> bool:
-    """Whether a folder holds a base model or the text model of another without an output head.
-    Raises ModelError.
-    """
+    """Whether a folder has a text model without an output head. Raises ModelError."""
     names = tensor_names(folder)
     if not names:
         return False
