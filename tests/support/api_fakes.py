@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -125,6 +125,9 @@ class Script:
     fail_after: int | None = None
     #: Whether the engine sends nothing at all.
     hang: bool = False
+    #: Where there is one, the engine waits after `free` outputs until the test has set it.
+    gate: threading.Event | None = None
+    free: int = 0
     #: Tokens per output.
     chunk: int = 1
     #: Whether each sequence's text ends with its index.
@@ -196,6 +199,7 @@ class FakeClient:
             if script.hang:
                 await asyncio.sleep(3600)
             if script.error is not None:
+                await self._passes(script.gate)
                 for index in range(request.sampling.n):
                     yield self._end(request, index, script.error)
                 return
@@ -206,6 +210,11 @@ class FakeClient:
                 yield output
         finally:
             self.open.discard(request.id)
+
+    @staticmethod
+    async def _passes(gate: threading.Event | None) -> None:
+        while gate is not None and not gate.is_set():
+            await asyncio.sleep(0.005)
 
     def _vector(self, request: EngineRequest) -> SequenceOutput:
         """A vector of two numbers, which depends on the prompt's length."""
@@ -225,6 +234,8 @@ class FakeClient:
                 for index in tokens:
                     yield self._end(request, index, ErrorInfo("engine_dead", "the engine stopped"))
                 return
+            if position == script.free * script.chunk:
+                await self._passes(script.gate)
             for index in list(tokens):
                 await asyncio.sleep(script.delay_s)
                 if (request.id, index, "stop") in self.aborts:
@@ -430,6 +441,20 @@ async def call(
 
 def run(coroutine):
     return asyncio.run(coroutine)
+
+
+def opening(gate: threading.Event, app: Any, shows: Callable[[bytes], bool] = bool) -> Any:
+    """The app; it sets `gate` once it has sent a piece of an answer that shows something."""
+
+    async def sending(scope: Any, receive: Any, send: Any) -> None:
+        async def sent(message: Any) -> None:
+            await send(message)
+            if shows(message.get("body", b"")):
+                gate.set()
+
+        await app(scope, receive, sent)
+
+    return sending
 
 
 @contextlib.contextmanager

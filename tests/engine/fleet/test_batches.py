@@ -4,6 +4,7 @@ whichever engine can.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,11 +72,13 @@ def test_a_batch_is_answered_by_all_engines_in_the_background(tmp_path: Path):
 
 
 def test_an_engine_that_dies_in_the_middle_loses_no_line(tmp_path: Path):
-    slow = FakeEngine(FakeClient(Script("slowly", first_delay_s=0.2), seats=4))
+    gate = threading.Event()
+    slow = FakeEngine(FakeClient(Script("slowly", gate=gate), seats=4))
     with engines(slow, FakeEngine()) as fakes, serving(tmp_path, *fakes) as (served, client):
         batch = begin(client, LINES, endpoint=CHATS)
         until(lambda: bool(slow.client.open))
         slow.dies_after = 0
+        gate.set()
         batch = ended(client, batch.id)
         assert batch.status == "completed" and batch.error_file_id is None
         assert len(answers(client, batch.output_file_id)) == 60

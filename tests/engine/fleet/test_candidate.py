@@ -9,6 +9,7 @@ import json
 import logging
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -295,9 +296,7 @@ async def _left(receive: Any) -> None:
 
 
 @contextmanager
-def beside(
-    folder: Path, wrong: Wrong, share: float = 0.3, timeout_s: float = 0.5
-) -> Iterator[Arms]:
+def beside(folder: Path, wrong: Wrong, share: float, timeout_s: float) -> Iterator[Arms]:
     """An engine, and this as its candidate."""
     with engines(FakeEngine()) as (one,), served(wrong) as (url, _):
         text = (
@@ -311,33 +310,42 @@ def beside(
 
 
 @pytest.mark.parametrize(
-    "cases",
+    ("timeout_s", "cases"),
     [
-        [
-            (False, Wrong()),
-            (True, Wrong()),
-            (False, Wrong(media_type="application/json", body=b'{"ok":true}')),
-            (True, Wrong(media_type="application/json", body=b'{"choices":[{"text":"plain"}]}')),
-            (True, Wrong(media_type=STREAM, body=b"")),
-            (True, Wrong(media_type=STREAM, body=b"data: {}\n\ndata: [DONE]\n\n")),
-            (True, Wrong(media_type=STREAM, body=b'data: {"error":{"message":"no"}}\n\n')),
-            (False, Wrong(status=302)),
-            (False, Wrong(status=404)),
-            (False, Wrong(404, "application/json", b'{"detail":"Not Found"}')),
-        ],
-        [
-            (False, Wrong(body=b"", hangs=True)),
-            (True, Wrong(body=b"", hangs=True)),
-            (True, Wrong(media_type=STREAM, body=b": keep-alive\n\n", hangs=True)),
-        ],
+        (
+            60.0,
+            [
+                (False, Wrong()),
+                (True, Wrong()),
+                (False, Wrong(media_type="application/json", body=b'{"ok":true}')),
+                (
+                    True,
+                    Wrong(media_type="application/json", body=b'{"choices":[{"text":"plain"}]}'),
+                ),
+                (True, Wrong(media_type=STREAM, body=b"")),
+                (True, Wrong(media_type=STREAM, body=b"data: {}\n\ndata: [DONE]\n\n")),
+                (True, Wrong(media_type=STREAM, body=b'data: {"error":{"message":"no"}}\n\n')),
+                (False, Wrong(status=302)),
+                (False, Wrong(status=404)),
+                (False, Wrong(404, "application/json", b'{"detail":"Not Found"}')),
+            ],
+        ),
+        (
+            2.0,
+            [
+                (False, Wrong(body=b"", hangs=True)),
+                (True, Wrong(body=b"", hangs=True)),
+                (True, Wrong(media_type=STREAM, body=b": keep-alive\n\n", hangs=True)),
+            ],
+        ),
     ],
     ids=["answers", "hangs"],
 )
 def test_what_is_no_answer_of_the_api_is_counted_and_nobody_notices(
-    tmp_path: Path, cases: list[tuple[bool, Wrong]]
+    tmp_path: Path, timeout_s: float, cases: list[tuple[bool, Wrong]]
 ):
     wrong = Wrong()
-    with beside(tmp_path, wrong, share=0.5) as found, found.served.http() as http:
+    with beside(tmp_path, wrong, 0.5, timeout_s) as found, found.served.http() as http:
         users = [f"user-{number}" for number in range(40)]
         moved = [user for user in users if found.arm_of(user) == "candidate"][:8]
         stay = [user for user in users if found.arm_of(user) == "stable"][:8]
@@ -362,7 +370,7 @@ def test_a_stream_that_falls_silent_in_its_middle_ends_and_is_counted(tmp_path: 
     """What was sent cannot be taken back: it ends with the API's error."""
     begun = b'data: {"choices":[{"text":"Hello","index":0}]}\n\n'
     wrong = Wrong(media_type=STREAM, body=begun, hangs=True)
-    with beside(tmp_path, wrong, share=0.99) as found, found.served.http() as http:
+    with beside(tmp_path, wrong, 0.99, 2.0) as found, found.served.http() as http:
         body = {"model": "m", "prompt": "a", "max_tokens": 5, "stream": True, "user": "u"}
         text = http.post("/v1/completions", json=body).text
         assert "Hello" in text and '"code":"engine_dead"' in text and text.endswith("[DONE]\n\n")
@@ -373,15 +381,19 @@ def test_a_stream_that_falls_silent_in_its_middle_ends_and_is_counted(tmp_path: 
 def test_a_client_that_leaves_a_hanging_candidate_counts_against_it(tmp_path: Path):
     """Before its time is over, and after three times what the stable arm ever took."""
     wrong = Wrong(body=b"", hangs=True)
-    with beside(tmp_path, wrong, timeout_s=600) as found, found.served.http() as http:
+    with beside(tmp_path, wrong, 0.3, 600.0) as found, found.served.http() as http:
         users = [f"user-{number}" for number in range(40)]
         moved = next(user for user in users if found.arm_of(user) == "candidate")
+        slowest_s = 0.0
         for user in users:
             if found.arm_of(user) == "stable":
+                began = time.monotonic()
                 found.ask(http, user)
+                slowest_s = max(slowest_s, time.monotonic() - began)
         body = {"model": "m", "prompt": "Where to?", "user": moved}
+        timeout = httpx.Timeout(60, read=max(1.0, 10 * slowest_s))
         with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=body, timeout=2.0)
+            http.post("/v1/completions", json=body, timeout=timeout)
         until(lambda: found.model.rollout.comparison.requests("candidate") == 1)
         assert found.model.rollout.comparison.level("candidate", "errors") == 1.0
 
@@ -408,7 +420,7 @@ def test_what_the_stable_arm_takes_and_the_candidate_refuses_counts_against_it(t
     """Such as a prompt that is too long for its context; what both refuse is the client's fault."""
     refusal = b'{"error":{"message":"too long","code":"context_length_exceeded"}}'
     wrong = Wrong(status=400, media_type="application/json", body=refusal)
-    with beside(tmp_path, wrong, share=0.99) as found, found.served.http() as http:
+    with beside(tmp_path, wrong, 0.99, 60.0) as found, found.served.http() as http:
         assert found.ask(http, "user-1") == found.stable.name
         comparison = found.model.rollout.comparison
         assert comparison.level("candidate", "errors") == 1.0

@@ -203,7 +203,8 @@ def test_a_client_that_leaves_ends_the_work_of_all_stages(tmp_path: Path):
         until(lambda: not big.client.open)
         tiny.client.script = Script(hang=True)
         with served.http(), pytest.raises(httpx.ReadTimeout):
-            httpx.post(served.url + "/v1/chat/completions", json=chat("notes"), timeout=0.5)
+            timeout = httpx.Timeout(60, read=0.5)
+            httpx.post(served.url + "/v1/chat/completions", json=chat("notes"), timeout=timeout)
         until(lambda: not tiny.client.open)
 
 

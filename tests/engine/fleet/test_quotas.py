@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_the_size_of_a_prompt_leaves_out_what_is_no_text():
 
 def test_open_sequences_are_counted_over_all_engines(tmp_path: Path):
     """Two engines; the second request of a key is refused though the other engine is free."""
-    slow = Script("Hello, wörld! " * 20, delay_s=0.05)
+    slow = Script("Hello, wörld! " * 20, gate=threading.Event(), free=1)
     fakes = [FakeEngine(FakeClient(slow)) for _ in range(2)]
     keys = digest_key("one"), digest_key("two")
     limits = "key_max_concurrent = 1"

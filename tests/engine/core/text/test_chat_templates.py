@@ -69,66 +69,57 @@ async def error_of(templates: ChatTemplates, content: str) -> RequestError:
     return caught.value
 
 
-def test_what_comes_back_is_what_transformers_makes(monkeypatch: pytest.MonkeyPatch):
+async def test_what_comes_back_is_what_transformers_makes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JITNEY_API_KEYS", "sesame")
     monkeypatch.setenv("JITNEY_ADMIN_KEYS", "sesame")
 
-    async def session() -> None:
-        async with rendering() as templates:
-            for pid in processes(templates):
-                assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
-            text = await templates.render(said("hi"), 1000)
-            assert text == "<s>user: hi\nassistant: "
-            assert text == render_source(SOURCE, said("hi"), add_generation_prompt=True)
-            assert "no such role" in str(await error_of(templates, "refuse"))
-            assert "unsafe" in str(await error_of(templates, "escape"))
-            too_long = await error_of(templates, "long")
-            assert too_long.info.code == "context_length_exceeded" and "5000" in str(too_long)
-            before = processes(templates)
-            assert "refused the messages" in str(await error_of(templates, "memory"))
-            assert processes(templates) == before, "no process had to be ended for these"
-
-    run(session())
+    async with rendering() as templates:
+        for pid in processes(templates):
+            assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
+        text = await templates.render(said("hi"), 1000)
+        assert text == "<s>user: hi\nassistant: "
+        assert text == render_source(SOURCE, said("hi"), add_generation_prompt=True)
+        assert "no such role" in str(await error_of(templates, "refuse"))
+        assert "unsafe" in str(await error_of(templates, "escape"))
+        too_long = await error_of(templates, "long")
+        assert too_long.info.code == "context_length_exceeded" and "5000" in str(too_long)
+        before = processes(templates)
+        assert "refused the messages" in str(await error_of(templates, "memory"))
+        assert processes(templates) == before, "no process had to be ended for these"
 
 
-def test_an_answer_may_go_on_where_the_last_message_ends():
+async def test_an_answer_may_go_on_where_the_last_message_ends():
     messages = [*said("a"), {"role": "assistant", "content": "The answer"}]
 
-    async def session() -> None:
-        async with rendering() as templates:
-            variables = {"add_generation_prompt": False, "continue_final_message": True}
-            assert await templates.render(messages, 1000, variables) == (
-                "<s>user: a\nassistant: The answer"
-            )
-            variables["continue_final_message"] = False
-            assert await templates.render(messages, 1000, variables) == (
-                "<s>user: a\nassistant: The answer\n"
-            )
-
-    run(session())
+    async with rendering() as templates:
+        variables = {"add_generation_prompt": False, "continue_final_message": True}
+        assert await templates.render(messages, 1000, variables) == (
+            "<s>user: a\nassistant: The answer"
+        )
+        variables["continue_final_message"] = False
+        assert await templates.render(messages, 1000, variables) == (
+            "<s>user: a\nassistant: The answer\n"
+        )
 
 
-def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
-    async def session() -> None:
-        async with rendering(BRIEF_S) as templates:
-            before = processes(templates)
-            bad = [asyncio.create_task(error_of(templates, "spin")) for _ in range(2)]
-            await asyncio.sleep(0.1)
-            good = asyncio.create_task(templates.render(said("hi"), 1000))
-            errors = await asyncio.gather(*bad)
-            assert all(f"took longer than {BRIEF_S} s" in str(error) for error in errors)
-            assert await good == "<s>user: hi\nassistant: ", "with two of two processes held up"
-            assert await templates.render(said("again"), 1000)
-            after = processes(templates)
-            assert not set(before) & set(after)
-            for pid in before:
-                with pytest.raises(ProcessLookupError):
-                    os.kill(pid, 0)
-
-    run(session())
+async def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
+    async with rendering(BRIEF_S) as templates:
+        before = processes(templates)
+        bad = [asyncio.create_task(error_of(templates, "spin")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        good = asyncio.create_task(templates.render(said("hi"), 1000))
+        errors = await asyncio.gather(*bad)
+        assert all(f"took longer than {BRIEF_S} s" in str(error) for error in errors)
+        assert await good == "<s>user: hi\nassistant: ", "with two of two processes held up"
+        assert await templates.render(said("again"), 1000)
+        after = processes(templates)
+        assert not set(before) & set(after)
+        for pid in before:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
 
 
-def test_texts_that_are_never_tokenised_do_not_stop_others():
+async def test_texts_that_are_never_tokenised_do_not_stop_others():
     class Stuck(ByteTokenizer):
         def encode(self, text, *, add_special_tokens=True):
             if text == "stuck":
@@ -137,24 +128,21 @@ def test_texts_that_are_never_tokenised_do_not_stop_others():
 
     release = threading.Event()
 
-    async def session() -> None:
-        app = make_app(FakeClient(), tokenize_timeout_s=0.2)
-        app.state.service.tokenizer = Stuck()
+    app = make_app(FakeClient(), tokenize_timeout_s=0.2)
+    app.state.service.tokenizer = Stuck()
 
-        async def ask(text: str):
-            return await call(app, "/v1/completions", {"model": "m", "prompt": text})
+    async def ask(text: str):
+        return await call(app, "/v1/completions", {"model": "m", "prompt": text})
 
-        stuck = await asyncio.gather(*(ask("stuck") for _ in range(2)))
-        assert [reply.status for reply in stuck] == [400, 400]
-        assert (await ask("fine")).status == 200
-        lost = [thread for thread in threading.enumerate() if thread.name == "tokenize"]
-        assert len(lost) >= 4 and all(thread.daemon for thread in lost)
-        release.set()
-
-    run(session())
+    stuck = await asyncio.gather(*(ask("stuck") for _ in range(2)))
+    assert [reply.status for reply in stuck] == [400, 400]
+    assert (await ask("fine")).status == 200
+    lost = [thread for thread in threading.enumerate() if thread.name == "tokenize"]
+    assert len(lost) >= 4 and all(thread.daemon for thread in lost)
+    release.set()
 
 
-def test_a_prompt_of_token_ids_waits_for_no_thread():
+async def test_a_prompt_of_token_ids_waits_for_no_thread():
     class Stuck(ByteTokenizer):
         def encode(self, text, *, add_special_tokens=True):
             release.wait(20)
@@ -162,21 +150,18 @@ def test_a_prompt_of_token_ids_waits_for_no_thread():
 
     release = threading.Event()
 
-    async def session() -> None:
-        app = make_app(FakeClient())
-        app.state.service.tokenizer = Stuck()
+    app = make_app(FakeClient())
+    app.state.service.tokenizer = Stuck()
 
-        async def ask(prompt: object):
-            return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
+    async def ask(prompt: object):
+        return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
 
-        stuck = [asyncio.create_task(ask("stuck")) for _ in range(4)]
-        ids = await ask([[1, 2], [3]])
-        assert ids.status == 200 and len(ids.json()["choices"]) == 2
-        assert not any(task.done() for task in stuck)
-        release.set()
-        assert [reply.status for reply in await asyncio.gather(*stuck)] == [200] * 4
-
-    run(session())
+    stuck = [asyncio.create_task(ask("stuck")) for _ in range(4)]
+    ids = await ask([[1, 2], [3]])
+    assert ids.status == 200 and len(ids.json()["choices"]) == 2
+    assert not any(task.done() for task in stuck)
+    release.set()
+    assert [reply.status for reply in await asyncio.gather(*stuck)] == [200] * 4
 
 
 def test_only_so_many_threads_are_given_up():
@@ -191,36 +176,37 @@ def test_only_so_many_threads_are_given_up():
             except RequestError as error:
                 results.append(error.info.code)
         release.set()
-        await asyncio.sleep(0.1)
-        results.append(await threads.run(lambda: True, 1))
+        async with asyncio.timeout(PATIENT_S):
+            while True:
+                with contextlib.suppress(RequestError):
+                    results.append(await threads.run(lambda: True, PATIENT_S))
+                    break
+                await asyncio.sleep(0.01)
         threads.close()
         return results
 
     assert run(session()) == ["invalid_value"] * 3 + ["busy", True]
 
 
-def test_threads_come_with_the_work_and_go_without_it():
+async def test_threads_come_with_the_work_and_go_without_it():
     before = set(threading.enumerate())  # those of other tests end when they like
 
     def count() -> int:
         threads = set(threading.enumerate()) - before
         return sum(thread.name == "tokenize" for thread in threads)
 
-    async def session() -> None:
-        threads = TextThreads(idle_s=0.05)
-        assert count() == 0
-        for _ in range(2):
-            assert await threads.run(lambda: 1, 20) == 1
-            until(lambda: count() == 0)
-        both = threading.Barrier(2, timeout=20)
-        await asyncio.gather(*(threads.run(both.wait, 30) for _ in range(2)))
-        waiting = TextThreads(threads=1)
-        await asyncio.gather(*(waiting.run(lambda: 1, 20) for _ in range(5)))
-        assert count() >= 1
-        waiting.close()
+    threads = TextThreads(idle_s=0.05)
+    assert count() == 0
+    for _ in range(2):
+        assert await threads.run(lambda: 1, 20) == 1
         until(lambda: count() == 0)
-
-    run(session())
+    both = threading.Barrier(2, timeout=20)
+    await asyncio.gather(*(threads.run(both.wait, 30) for _ in range(2)))
+    waiting = TextThreads(threads=1)
+    await asyncio.gather(*(waiting.run(lambda: 1, 20) for _ in range(5)))
+    assert count() >= 1
+    waiting.close()
+    until(lambda: count() == 0)
 
 
 def panicking() -> Tokenizer:
@@ -230,21 +216,18 @@ def panicking() -> Tokenizer:
     return Tokenizer(FastTokenizer(rust, {}))
 
 
-def test_a_panic_of_a_tokenizer_is_an_error_of_its_request():
-    async def session() -> None:
-        app = make_app(FakeClient())
-        app.state.service.tokenizer = panicking()
+async def test_a_panic_of_a_tokenizer_is_an_error_of_its_request():
+    app = make_app(FakeClient())
+    app.state.service.tokenizer = panicking()
 
-        async def ask(prompt: str):
-            return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
+    async def ask(prompt: str):
+        return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
 
-        for _ in range(3):
-            reply = await ask("a" * 40 + "c")
-            assert (reply.status, reply.error["param"]) == (400, "prompt")
-            assert "tokenizer fails" in reply.error["message"]
-        assert (await ask("a")).status == 200
-
-    run(session())
+    for _ in range(3):
+        reply = await ask("a" * 40 + "c")
+        assert (reply.status, reply.error["param"]) == (400, "prompt")
+        assert "tokenizer fails" in reply.error["message"]
+    assert (await ask("a")).status == 200
 
 
 def test_a_panic_in_decoding_is_ours_too(monkeypatch: pytest.MonkeyPatch):

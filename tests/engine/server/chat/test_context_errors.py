@@ -5,11 +5,21 @@ texts are refused before they are tokenised.
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_fakes import ByteTokenizer, FakeClient, Script, call, make_app, run, served
+from api_fakes import (
+    ByteTokenizer,
+    FakeClient,
+    Script,
+    call,
+    make_app,
+    opening,
+    run,
+    served,
+)
 from client_models import parsed
 from fleet_engines import FakeEngine, engines, fleet_of, toml
 
@@ -135,8 +145,9 @@ def overflow() -> ErrorInfo:
     ],
 )
 def test_what_the_engine_finds_when_a_stream_has_begun(path: str, body: dict[str, Any]):
-    client = FakeClient(Script(error=overflow(), first_delay_s=0.2))
-    reply = run(call(make_app(client, header_wait_s=0.05), path, body | {"stream": True}))
+    gate = threading.Event()
+    app = make_app(FakeClient(Script(error=overflow(), gate=gate)), header_wait_s=0.05)
+    reply = run(call(opening(gate, app), path, body | {"stream": True}))
     assert reply.status == 200
     assert b'"code":"context_length_exceeded"' in reply.body
     words = b"maximum context length is 64 tokens"

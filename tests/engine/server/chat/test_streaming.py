@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from api_fakes import FakeClient, Script, call, make_app, run, served
+from api_fakes import FakeClient, Script, call, make_app, opening, run, served
 from server_settings import server_settings
 
 from jitney.engine.common.outputs import SequenceOutput
@@ -105,8 +106,9 @@ async def test_the_last_token_comes_with_the_reason_of_the_end():
 @pytest.mark.parametrize("path", ROUTES)
 def test_the_first_bytes_come_before_the_first_token(path: str):
     """A sign of life once it is clear that the engine does not refuse the request."""
-    app = make_app(FakeClient(Script("ab", first_delay_s=0.2)), header_wait_s=0.02)
-    reply = run(call(app, path, ROUTES[path]))
+    gate = threading.Event()
+    app = make_app(FakeClient(Script("ab", gate=gate)), header_wait_s=0.02)
+    reply = run(call(opening(gate, app), path, ROUTES[path]))
     assert reply.status == 200 and reply.chunks[0] == Format.keep_alive
     assert reply.chunks[1].startswith(b"data: {") and reply.body.endswith(b"data: [DONE]\n\n")
 
@@ -137,12 +139,11 @@ def test_signs_of_life_do_not_mislead_who_strips_what_it_reads():
 
 
 def _slow_app() -> Any:
-    """Whose tokens take so long that there are signs of life between them."""
-    return make_app(
-        FakeClient(Script("ab", first_delay_s=0.1, delay_s=0.1)),
-        header_wait_s=0.01,
-        comment_s=0.02,
-    )
+    """Whose second token comes after a sign of life that follows the first."""
+    gate = threading.Event()
+    client = FakeClient(Script("ab", gate=gate, free=1))
+    app = make_app(client, header_wait_s=0.01, comment_s=0.02)
+    return opening(gate, app, lambda piece: piece == Format.keep_alive)
 
 
 def _events(stream: bytes) -> list[Any]:

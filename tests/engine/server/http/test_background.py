@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -80,7 +81,8 @@ def test_what_people_wait_for_is_measured_without_it():
 
 
 async def test_a_drain_ends_it_at_once_and_waits_for_people():
-    client = FakeClient(Script("x" * 10, delay_s=0.02))
+    gate = threading.Event()
+    client = FakeClient(Script("x" * 10, gate=gate))
     app = make_app(client)
     client.scripts = [Script(hang=True)]
     headers = {"x-jitney-background": "1"}
@@ -93,8 +95,9 @@ async def test_a_drain_ends_it_at_once_and_waits_for_people():
     app.state.service.begin_drain()
     refused = await asyncio.wait_for(line, 60)
     assert not person.done()
+    gate.set()
     await asyncio.wait_for(app.state.service.drained(), 60)
     assert not client.open
-    refused, answered = refused, await person
+    answered = await person
     assert (refused.status, refused.error["code"]) == (503, "draining")
     assert answered.status == 200

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_client_that_leaves_gives_its_seat_back(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(protocol, "_OLD_PATIENCE_S", 0.3)
-    engine.script = Script("x" * 200, delay_s=0.02) if begun else Script(hang=True)
+    engine.script = Script("x" * 200, gate=threading.Event(), free=5 if begun else 0)
     with connect(port) as sock:
         sock.sendall(post(body, version))
         until(lambda: engine.open)

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 
 import numpy as np
 import pytest
-from api_fakes import ByteTokenizer, FakeClient, Script, call, make_app, run
+from api_fakes import ByteTokenizer, FakeClient, Reply, Script, call, make_app, opening, run
 
 from jitney.engine.common.errors import ErrorInfo
 from jitney.engine.common.messages import Progress
@@ -208,39 +208,51 @@ def test_leaving_while_the_body_is_under_way():
 
 
 def test_leaving_while_the_prompt_is_tokenised():
+    left = threading.Event()
+
     class Slow(ByteTokenizer):
         def encode(self, text, *, add_special_tokens=True):
-            time.sleep(0.3)
+            left.wait(5.0)
             return super().encode(text)
 
     client = FakeClient()
     app = make_app(client)
     app.state.service.tokenizer = Slow()
-    assert not run(call(app, "/v1/completions", PROMPT, leave_after=0.05)).status
+
+    async def leave() -> int:
+        reply = await call(app, "/v1/completions", PROMPT, leave_after=0.05)
+        left.set()
+        return reply.status
+
+    assert not run(leave())
     assert not client.requests
 
 
 def test_a_tokeniser_that_takes_too_long_is_not_waited_for():
+    answered = threading.Event()
+
     class Stuck(ByteTokenizer):
         def apply_chat_template(self, messages, **variables):
-            time.sleep(0.5)
+            answered.wait(5.0)
             return "x"
 
     app = make_app(tokenize_timeout_s=0.05)
     app.state.service.tokenizer = Stuck()
-    reply = run(call(app, "/v1/chat/completions", CHAT))
+
+    async def ask() -> Reply:
+        reply = await call(app, "/v1/chat/completions", CHAT)
+        answered.set()
+        return reply
+
+    reply = run(ask())
     assert reply.status == 400 and "too long" in reply.error["message"]
 
 
 def test_an_error_after_the_headers_is_an_event():
-    script = Script(error=ErrorInfo("queue_full", "full"), first_delay_s=0.5)
-    reply = run(
-        call(
-            make_app(FakeClient(script), header_wait_s=0.02),
-            "/v1/completions",
-            PROMPT | {"stream": True},
-        )
-    )
+    gate = threading.Event()
+    script = Script(error=ErrorInfo("queue_full", "full"), gate=gate)
+    app = opening(gate, make_app(FakeClient(script), header_wait_s=0.02))
+    reply = run(call(app, "/v1/completions", PROMPT | {"stream": True}))
     assert reply.status == 200 and b'data: {"error":{"message":"full"' in reply.body
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
@@ -262,7 +274,8 @@ def test_an_answer_that_cannot_be_formatted_ends_its_request_only(caplog):
 
 
 async def test_draining_lets_the_open_ones_finish():
-    client = FakeClient(Script("x" * 10, delay_s=0.2))
+    gate = threading.Event()
+    client = FakeClient(Script("x" * 10, gate=gate))
     app = make_app(client)
     service = app.state.service
     await service.drained()
@@ -275,8 +288,9 @@ async def test_draining_lets_the_open_ones_finish():
         (await call(app, path, method="GET")).status for path in ("/livez", "/readyz", "/startupz")
     ]
     assert not open_one.done()
+    gate.set()
     await asyncio.wait_for(service.drained(), 30)
-    refused, probes, finished = refused, probes, await open_one
+    finished = await open_one
     assert (refused.status, refused.error["code"]) == (503, "draining") and refused.headers[
         "retry-after"
     ] == "5"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from api_fakes import FakeClient, Script, call, make_app, run
@@ -145,7 +146,9 @@ async def test_over_http_a_key_has_so_many_requests_open():
     is well again.
     """
 
-    client = FakeClient(Script(text="abcdefgh", delay_s=0.02))
+    gate = threading.Event()
+    client = FakeClient()
+    client.scripts = [Script(gate=gate)]
     app = make_app(client, api_keys=(digest_key("one"), digest_key("two")), key_max_concurrent=1)
     one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
     first = asyncio.create_task(call(app, PATH, BODY, headers=one))
@@ -161,6 +164,7 @@ async def test_over_http_a_key_has_so_many_requests_open():
         "rate_limit_error",
     )
     assert int(refused.headers["retry-after"]) >= 1 and other.status == 200
+    gate.set()
     assert (await first).status == 200
     assert (await call(app, PATH, BODY, headers=one)).status == 200
 
@@ -168,7 +172,8 @@ async def test_over_http_a_key_has_so_many_requests_open():
 async def test_over_http_n_counts():
     """One request of a key of four has three sequences; another such finds one place."""
 
-    client = FakeClient(Script(text="abcdefgh", delay_s=0.01))
+    gate = threading.Event()
+    client = FakeClient(Script(gate=gate))
     app = make_app(client, key_max_concurrent=4)
     first = asyncio.create_task(call(app, PATH, BODY | {"n": 3}))
     while not client.requests:
@@ -177,6 +182,7 @@ async def test_over_http_n_counts():
     assert (refused.status, refused.error["code"]) == (429, "rate_limit")
     never = await call(app, PATH, BODY | {"prompt": ["a", "b", "c"], "n": 2})
     assert (never.status, never.error["param"]) == (400, "n")
+    gate.set()
     assert (await first).status == 200
     assert (await call(app, PATH, BODY | {"n": 4})).status == 200
 

@@ -8,7 +8,7 @@ import time
 
 import openai
 import pytest
-from api_fakes import FakeClient, Script, http_client, make_app, served, until
+from api_fakes import PATIENCE_S, FakeClient, Script, http_client, make_app, served, until
 from server_settings import server_settings
 
 from jitney.engine.common.errors import ErrorInfo
@@ -39,15 +39,11 @@ def url(shared, engine):
     return shared[1]
 
 
-def talk(url: str, data: bytes, *, wait: float = 3.0, close: bool = False) -> bytes:
-    """Send bytes, return all that comes until the server closes (or `wait` seconds pass in
-    silence).
-    """
+def talk(url: str, data: bytes) -> bytes:
+    """Send bytes, return all that comes until the server closes."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=wait) as sock:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as sock:
         sock.sendall(data)
-        if close:
-            sock.shutdown(socket.SHUT_WR)
         answer = b""
         while chunk := sock.recv(65536):
             answer += chunk

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -120,7 +121,7 @@ def test_who_does_not_read_is_let_go_and_costs_little(stream):
 
 def test_who_reads_slowly_gets_everything():
     script = Script("x" * 2000, chunk=2000)
-    with server(script, write_timeout_s=1.0) as (_, connections, port), connect(port) as sock:
+    with server(script, write_timeout_s=30.0) as (_, connections, port), connect(port) as sock:
         post(sock, _BIG)
         answer = bytearray()
         while not answer.endswith(b"0\r\n\r\n"):
@@ -209,7 +210,8 @@ def read_answer(sock: socket.socket) -> bytes:
 
 def test_an_idle_connection_makes_room_for_a_new_client():
     """The one that has been idle for longest, and none that is at work."""
-    slow = Script("x" * 20, delay_s=0.05)
+    gate = threading.Event()
+    slow = Script("x" * 20, gate=gate, free=1)
     body: dict[str, Any] = {"model": "m", "prompt": "a", "max_tokens": 2}
     body |= {"ignore_eos": True, "stream": True}
     with server(max_connections=3) as (engine, connections, port):
@@ -226,6 +228,7 @@ def test_an_idle_connection_makes_room_for_a_new_client():
             assert socks[1].recv(100) == b"", "idle for longest"
             post(socks[2], body)
             assert read_answer(socks[2]).startswith(b"HTTP/1.1 200")
+            gate.set()
             assert read_answer(socks[0]).startswith(b"HTTP/1.1 200")
         for sock in socks:
             sock.close()
@@ -264,7 +267,8 @@ def test_idle_connections_give_way_however_many_they_are(monkeypatch):
 def test_a_connection_that_asks_nothing_gives_way(sent: bytes, monkeypatch):
     """Once it has been open for a moment; and none that has an answer coming."""
     monkeypatch.setattr(connections_module, "_GRACE_S", 0.0)
-    script = Script("x" * 200, chunk=1, delay_s=0.01)
+    gate = threading.Event()
+    script = Script("x" * 200, gate=gate, free=1)
     with (
         server(script, max_connections=2) as (engine, connections, port),
         connect(port) as busy,
@@ -278,12 +282,14 @@ def test_a_connection_that_asks_nothing_gives_way(sent: bytes, monkeypatch):
             assert read_answer(other).startswith(b"HTTP/1.1 200")
             with contextlib.suppress(ConnectionError):
                 assert silent.recv(100) == b""
+            gate.set()
             assert read_answer(busy).startswith(b"HTTP/1.1 200")
             assert connections.n_open == 2
 
 
 def test_a_connection_beyond_the_limit_is_served_once_another_is_idle():
-    script = Script("x" * 20, delay_s=0.01)
+    gate = threading.Event()
+    script = Script("x" * 20, gate=gate, free=1)
     with (
         server(script, max_connections=1) as (engine, _, port),
         connect(port) as first,
@@ -292,6 +298,7 @@ def test_a_connection_beyond_the_limit_is_served_once_another_is_idle():
         post(first, _SHORT)
         until(lambda: bool(engine.open))
         assert probed(second)
+        gate.set()
         assert read_answer(first).startswith(b"HTTP/1.1 200")
         post(second, _SHORT)
         assert read_answer(second).startswith(b"HTTP/1.1 200")
@@ -301,7 +308,7 @@ def test_a_connection_beyond_the_limit_is_served_once_another_is_idle():
 def test_probes_are_answered_while_all_connections_are_at_work(monkeypatch):
     """And while more come that say nothing."""
     monkeypatch.setattr(connections_module, "SPARE", 3)
-    script = Script("x" * 500, chunk=1, delay_s=0.02)
+    script = Script("x" * 500, gate=threading.Event(), free=1)
     with server(script, max_connections=2) as (engine, connections, port):
         socks = [connect(port) for _ in range(2)]
         for sock in socks:
@@ -332,7 +339,7 @@ def generating(sock: socket.socket, key: str = "") -> None:
 def test_no_client_takes_all_connections(by: str):
     """Three quarters are the most; what another one asks is answered."""
     keys = {"api_keys": (digest_key("much"), digest_key("little"))} if by == "key" else {}
-    script = Script("x" * 500, chunk=1, delay_s=0.02)
+    script = Script("x" * 500, gate=threading.Event(), free=1)
     with server(script, max_connections=4, **keys) as (engine, _, port):
         socks = [connect(port) for _ in range(3)]
         for sock in socks:

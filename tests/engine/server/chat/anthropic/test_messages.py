@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from api_fakes import FakeClient, Script, call, make_app, run, served
+from api_fakes import FakeClient, Script, call, make_app, opening, run, served
 from client_models import parsed, typed_events
 from families import FamilyTokenizer, family_app
 
@@ -368,8 +369,10 @@ def test_an_error_in_a_stream_reaches_the_client():
 
 
 def test_a_silent_stream_says_ping():
-    app = make_app(FakeClient(Script("a", first_delay_s=0.3)), header_wait_s=0.05, comment_s=0.05)
-    kinds = [event["type"] for event in typed_events(run(_streamed(app)).body)]
+    gate = threading.Event()
+    app = make_app(FakeClient(Script("a", gate=gate)), header_wait_s=0.05, comment_s=0.05)
+    events = run(_streamed(opening(gate, app, lambda piece: b"ping" in piece))).body
+    kinds = [event["type"] for event in typed_events(events)]
     assert kinds[:2] == ["message_start", "ping"] and kinds[-1] == "message_stop"
 
 
