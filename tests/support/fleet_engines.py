@@ -141,7 +141,7 @@ class Served:
 def toml(urls: Sequence[str], model: str = "", fleet: str = "") -> str:
     """A fleet.toml with one model `m`. model, fleet: more lines of these tables."""
     listed = ", ".join(f'"{url}"' for url in urls)
-    return f"[fleet]\npoll_s = 0.05\n{fleet}\n[models.m]\nurls = [{listed}]\n{model}\n"
+    return f"[fleet]\npoll_s = 0.2\n{fleet}\n[models.m]\nurls = [{listed}]\n{model}\n"
 
 
 @contextlib.contextmanager
