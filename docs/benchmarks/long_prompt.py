@@ -200,7 +200,8 @@ def cpu() -> tuple[EngineShape, StepTimes]:
         [Curve(rows, rows, ms / 1000) for rows, ms in DECODE_MS.items()]
         + [Curve(rows, 32, 0.021, per_prompt=3.2e-4, per_pair=2e-8) for rows in (64, 128, 256, 512)]
     )
-    buckets = replace(Buckets.of(max_seats=32, token_budget=512), padding_is_free=True)
+    buckets = Buckets.of(max_seats=32, token_budget=512)
+    buckets = replace(buckets, padding_is_free=True, most_segments=Buckets.cpu_segments)
     return EngineShape(limits(32, 8192), buckets, 4097, plans_late=True), table
 
 

@@ -152,6 +152,7 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     token_buckets: tuple[int, ...] = ()
     #: See `scheduler.buckets.Buckets`.
     padding_is_free: bool = False
+    most_segments: int = 1
     #: Alternatives computed per token.
     max_logprobs: int = REQUEST_MOST.logprobs
 

@@ -389,12 +389,25 @@ def _padding_is_free(setup: Setup, model: Model, kernels: KernelSet) -> bool:
     return any_layout or all(linear.in_panels for linear in model.linears())
 
 
+def _is_cut(setup: Setup) -> bool:
+    """Whether steps are cut into segments. Between two segments, a page must not change whose it
+    is, so each layer must keep all positions; and the engine must be the one that looks whether a
+    segment is done (`plans_late`).
+    """
+    if not setup.runs_in_parts or setup.hosts is not None or setup.draft is not None:
+        return False
+    model, settings = setup.source.config, setup.settings
+    keeps_all = model.recurrent is None and not any(model.windows)
+    return keeps_all and not settings.most_drafts and not settings.canary_every
+
+
 def _make_programs(
     setup: Setup, model: Model, kernels: KernelSet, draft: DraftModel | None
 ) -> StepPrograms:
     buckets = replace(
         make_buckets(setup, kernels),
         padding_is_free=_padding_is_free(setup, model, kernels),
+        most_segments=min(Buckets.cpu_segments, setup.local.n_layers) if _is_cut(setup) else 1,
     )
 
     def make(pools: PoolSizes) -> StepPrograms:

@@ -115,6 +115,7 @@ def _engine_sizes(setup: Setup, programs: StepPrograms) -> EngineSizes:
         seat_buckets=tuple([bucket.seats for bucket in buckets.decode]),
         token_buckets=tuple([bucket.tokens for bucket in buckets.mixed]),
         padding_is_free=buckets.padding_is_free,
+        most_segments=buckets.most_segments,
         max_logprobs=settings.max_logprobs,
     )
 

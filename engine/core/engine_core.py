@@ -44,6 +44,8 @@ _MOST_IDLE = 0.02
 #: Late planning: seconds between two checks whether the step is done; they begin after this share
 #: of its shortest expected time.
 _LOOK_S, _LOOK_FROM = 0.001, 0.85
+#: Seconds between two checks whether a segment of a step that is cut is done.
+_FEED_S = 0.003
 #: Late planning: number of steps whose median time for planning, packing and launching is expected
 #: again, and that time in seconds before any step.
 _LAUNCHES, _FIRST_LAUNCH_S = 15, 0.002
@@ -65,8 +67,23 @@ class _StepRunner(Protocol):
 
     def launch(self, batch: Any) -> Any:
         """Start the step without waiting, and return what `fetch` takes; steps run in the order of
-        their launches.
+        their launches. Only the first segments of a step that is cut are launched: `feed` and
+        `finish` launch the others, and a step launched before them runs before them.
         """
+        ...
+
+    def feed(self, launched: Any) -> bool:
+        """Launch segments of a step until one waits behind the running one. -> whether some are
+        left. Never waits.
+        """
+        ...
+
+    def has_paused(self, launched: Any) -> bool:
+        """Whether the launched segments of a step are done, while others are left."""
+        ...
+
+    def finish(self, launched: Any) -> None:
+        """Launch all segments of a step that are left."""
         ...
 
     def is_done(self, launched: Any) -> bool:
@@ -86,7 +103,9 @@ class _StepRunner(Protocol):
         ...
 
     def fetch(self, launched: Any) -> StepResult:
-        """Wait for a step's result; called once per launched step, in order."""
+        """Wait for a step's result; called once per launched step, in order, except that a step
+        launched between two segments of another is fetched first.
+        """
         ...
 
     def restore(self, error: Exception) -> None:
@@ -125,6 +144,10 @@ class _Flight:
     plan_within: tuple[float, float] | None = None
     #: Late planning: time at which the step was found done before its result was fetched.
     done: float | None = None
+    #: Whether segments of the step are left to launch.
+    is_cut: bool = False
+    #: Seconds that other steps took between its segments.
+    between_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -239,10 +262,17 @@ class EngineCore:
             return 0.0
         if not self.scheduler.has_place:
             return 0.0
+        if flight.is_cut:
+            if self.scheduler.goes_between(flight.plan):
+                return 0.0 if self.runner.has_paused(flight.launched_step) else _LOOK_S
+            flight.is_cut = self.runner.feed(flight.launched_step)
+            if flight.is_cut:
+                return _FEED_S
         if flight.plan_within is None:
             flight.plan_within = self._plan_within(flight.plan)
         earliest, latest = flight.plan_within
         began = flight.launched if self._ready is None else max(flight.launched, self._ready)
+        began += flight.between_s
         now = self.clock()
         if began + earliest - now >= _LOOK_S:
             return began + earliest - now
@@ -321,6 +351,12 @@ class EngineCore:
         if served:
             self.serve_adapters(served)
         self.intake.add_compiled()
+        if previous is not None and previous.is_cut:
+            if self.runner.has_paused(previous.launched_step):
+                plan = self.scheduler.plan_between(previous.plan, started)
+                if plan is not None:
+                    return self._step_between(previous, plan, started)
+            self.runner.finish(previous.launched_step)
         alone = previous is not None and self._is_alone(previous.plan, started)
         plan = None if alone else self.scheduler.plan(started)
         self._all_wait = plan is None and previous is None and self.scheduler.has_open
@@ -332,8 +368,24 @@ class EngineCore:
             failure = self._try_choose(self._flight)
         if failure is not None:
             self._recover(failure)
-        outputs = outcome.outputs + self.scheduler.take_outputs()
-        return self._report(outputs, outcome.record, outcome.chunks)
+        return self._report(self._flight, outcome)
+
+    def _step_between(self, running: _Flight, plan: Plan, started: float) -> StepReport:
+        """Run a step between two segments of the running one, which goes on behind it."""
+        ready, self._ready = self._ready, None
+        failure = self._try_launch(plan, started)
+        flight, self._flight = self._flight, running
+        outcome = _Outcome([])
+        if flight is not None:
+            running.is_cut = self.runner.feed(running.launched_step)
+            outcome = self._take_result(flight)
+        failure = outcome.failure or failure
+        if failure is not None:
+            self._recover(failure)
+        else:
+            running.between_s += self.clock() - started
+            self._ready = ready
+        return self._report(flight, outcome)
 
     def _is_alone(self, plan: Plan, now: float) -> bool:
         """Whether to launch no step while this one runs: because a failure is being isolated, or
@@ -422,25 +474,21 @@ class EngineCore:
             batched=batched,
             launched=launched,
             compiled=compiled,
+            is_cut=self.runner.feed(launched_step),
         )
 
-    def _report(
-        self,
-        outputs: list[SequenceOutput],
-        record: bytes = b"",
-        chunks: list[PromptChunk] | None = None,
-    ) -> StepReport:
-        """A report of everything since the last one."""
-        intake, flight = self.intake, self._flight
+    def _report(self, flight: _Flight | None, outcome: _Outcome) -> StepReport:
+        """A report of everything since the last one: a launched step and the result of another."""
+        intake = self.intake
         answers: list[SeatMap | AdaptersSet] = [*self._reporter.take_answers()]
         if intake.adapters is not None:
             answers += intake.adapters.take_answers()
         plan, started = (flight.plan, flight.started) if flight else (None, 0.0)
         return StepReport(
-            intake.take_rejected() + outputs,
-            record,
+            intake.take_rejected() + outcome.outputs + self.scheduler.take_outputs(),
+            outcome.record,
             self._reporter.events(plan, started),
-            chunks or [],
+            outcome.chunks or [],
             answers,
             grammars=None if intake.grammars is None else intake.grammars.take_work(),
             predicted_wait=self._reporter.predicted_wait(),
@@ -461,7 +509,7 @@ class EngineCore:
         if before is not None:
             began = max(began, before)
             gap = began - before
-        device = ready - began
+        device = ready - began - flight.between_s
         if not flight.compiled:
             self.scheduler.observe(plan, device, gap)
         # The gap before the next step counts as idle time only if there is work now.

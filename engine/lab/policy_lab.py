@@ -310,6 +310,7 @@ def _recorded_engine(info: EngineInfo, settings: EngineSection) -> RecordedEngin
         machine=info.device.name,
         on_device=info.device.platform != "cpu",
         padding_is_free=info.sizes.padding_is_free,
+        most_segments=info.sizes.most_segments,
     )
 
 

@@ -122,6 +122,9 @@ class FakeRunner:
     #: pages between checkpoints.
     checkpoints: int | None = None
     every = 0
+    #: Whether steps with prompt rows are cut into segments. Such a step computes all its rows when
+    #: the last segment is launched.
+    cuts = False
 
     def __init__(self, n_pages: int, page_size: int, seats: int):
         self.page_size, self.compiles = page_size, 0
@@ -134,6 +137,10 @@ class FakeRunner:
         self.spoiled: set[tuple[str, int]] = set()
         self.rows_run = 0
         self._launched: list[StepResult] = []
+        # The newest step, if segments of it are not launched: its result, rows and plan.
+        self._cut: tuple[StepResult, list[Rows], Plan] | None = None
+        #: Number of steps that ran between two segments of another.
+        self.n_between = 0
         # The history that determines the token of each logit row of the last launched step.
         self._histories: list[list[int]] = []
 
@@ -174,6 +181,26 @@ class FakeRunner:
         rows, seeds, plan = batch
         for seat, seed in seeds.items():
             self.seeds[seat] = seed
+        result = StepResult([])
+        self._launched.append(result)
+        if self._cut is None and self.cuts and plan.work.prompt and not plan.masked:
+            self._cut = result, rows, plan
+        else:
+            self.n_between += self._cut is not None
+            self._compute(result, rows, plan)
+        return result
+
+    def feed(self, launched: StepResult) -> bool:
+        return self._cut is not None and launched is self._cut[0]
+
+    has_paused = feed
+
+    def finish(self, launched: StepResult) -> None:
+        if self._cut is not None and launched is self._cut[0]:
+            cut, self._cut = self._cut, None
+            self._compute(*cut)
+
+    def _compute(self, result: StepResult, rows: list[Rows], plan: Plan) -> None:
         before = (
             self.tokens.copy(),
             self.positions.copy(),
@@ -221,18 +248,14 @@ class FakeRunner:
                 guessed.append(bool(accepted) and expected == token)
                 entries.append(score(history, token))
                 self._histories.append(history)
-        result = StepResult(
-            tokens,
-            None if plan.greedy_only else entries,
-            scores or None,
-            broken if any(broken) else None,
-            guessed=guessed if self.drafted else None,
-        )
+        result.tokens = tokens
+        result.logprobs = None if plan.greedy_only else entries
+        result.prompt_logprobs = scores or None
+        result.broken = broken if any(broken) else None
+        result.guessed = guessed if self.drafted else None
         for seat, own in drafts.items():
             self.drafts[seat] = own
-        self._launched.append(result)
         self.rows_run += plan.bucket.tokens
-        return result
 
     def _guess(self, history: list[int], seed: int, allowed: Sequence[int] = ()) -> list[int]:
         """Drafts of the next tokens; allowed: choose among these tokens, if any."""
@@ -275,7 +298,12 @@ class FakeRunner:
         return True
 
     def fetch(self, launched: StepResult) -> StepResult:
-        assert self._launched.pop(0) is launched, "steps are fetched in order, each once"
+        self.finish(launched)
+        first = self._launched[0]
+        if self._cut is not None and first is self._cut[0]:
+            first = self._launched[1]
+        assert first is launched, "steps are fetched in order, each once"
+        self._launched.remove(launched)
         return launched
 
     def restore(self, error: Exception) -> None:
@@ -285,6 +313,7 @@ class FakeRunner:
         self.tokens[:] = self.positions[:] = -1
         self.last_token = [-1] * len(self.last_token)
         self._launched.clear()
+        self._cut = None
 
     def sleep(self, alive: Callable[[], None]) -> int:
         """Clear all pages."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 
 import jax
@@ -24,6 +25,7 @@ from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import Chosen, DeviceState, StepOutput
 from jitney.engine.core.executor.sampling import Sampled, SeatState
 from jitney.engine.core.executor.seat_tokens import LookedUpTokens
+from jitney.engine.core.executor.step_parts import PartedStep, StepRun
 from jitney.engine.core.executor.step_programs import Report, StepPrograms, report_nothing
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult
@@ -47,8 +49,9 @@ class LaunchedStep(msgspec.Struct):
     """A step that runs on the device, which fills `output`."""
 
     plan: Plan
-    output: StepOutput
     scored: int  #: number of rows that return prompt log-probabilities
+    #: None until the last segment is launched.
+    output: StepOutput | None = None
     #: float32 [S, E] on the device, see `Program.pool`; None if no vector is requested.
     pooled: Array | None = None
     #: float32 [S, V] on the device, until `choose`; None if no token is chosen under a mask.
@@ -60,6 +63,15 @@ class LaunchedStep(msgspec.Struct):
     #: its index among the logit rows).
     chosen: Chosen | None = None
     chosen_rows: list[tuple[int, int]] = []
+    #: Launches the next segment, and yields a result of it unless it is the last one.
+    segments: Iterator[Array] | None = None
+    #: A result of each segment that was launched and may not be done yet.
+    running: deque[Array] = msgspec.field(default_factory=deque[Array])
+
+
+def _is_ready(output: object) -> bool:
+    """Whether the device has computed these arrays."""
+    return all([array.is_ready() for array in jax.tree.leaves(output)])
 
 
 def _copy_to_host(output: object) -> None:
@@ -173,29 +185,70 @@ class Runner:
         return batch
 
     def launch(self, batch: _Batch) -> LaunchedStep:
-        """Dispatch one step and start copying its tokens to the host."""
+        """Dispatch a step, or the first segment of one that is cut, and start copying its tokens to
+        the host. A step is dispatched whole if another program reads its results.
+        """
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
         if self._drafts is not None and batch.drafting is not None:
             self._drafts.draft(batch.drafting, self.state)
-        drafts = None
+        step = LaunchedStep(plan, plan.scored_rows)
         if self._drafts is not None and any(row.chunk.draft for row in plan.masked):
-            drafts = self._drafts.drafted(self.state)
-        output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
-        pooled = None
-        if self.programs.pools and plan.pools:
-            pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
-        # Free the hidden states as soon as they are read.
-        output = output._replace(hidden=None, for_head=None)
-        step = LaunchedStep(plan, output, plan.scored_rows, pooled=pooled)
-        _copy_to_host(pooled)
+            step.drafts = self._drafts.drafted(self.state)
+            _copy_to_host(step.drafts)
+        step.segments = self._dispatch(step, batch)
+        self._dispatch_next(step)
         if plan.masked:
-            step.logits, step.drafts = logits, drafts
-            _copy_to_host(drafts)
+            self.finish(step)
+        return step
+
+    def _dispatch(self, step: LaunchedStep, batch: _Batch) -> Iterator[Array]:
+        """Dispatch a step's segments one after another, then what follows the last one."""
+        plan = step.plan
+        if self.programs.buckets.segments(plan.bucket) > 1:
+            output, logits = yield from self.begin(plan.bucket, batch.greedy_only, batch.packed)
+        else:
+            output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
+        if self.programs.pools and plan.pools:
+            step.pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
+        # Free the hidden states as soon as they are read.
+        step.output = output = output._replace(hidden=None, for_head=None)
+        _copy_to_host(step.pooled)
+        if plan.masked:
+            step.logits = logits
         _copy_sampled(output.sampled, logprobs=_wants_logprobs(plan))
         _copy_to_host((output.broken, output.scores if step.scored else None, output.guessed))
-        return step
+
+    def feed(self, launched: LaunchedStep) -> bool:
+        """Dispatch segments until one waits behind the running one. -> whether some are left."""
+        running = launched.running
+        while launched.segments is not None:
+            while running and _is_ready(running[0]):
+                running.popleft()
+            if len(running) > 1:
+                return True
+            self._dispatch_next(launched)
+        return False
+
+    def has_paused(self, launched: LaunchedStep) -> bool:
+        """Whether all dispatched segments are done, while others are left."""
+        return launched.segments is not None and _is_ready([*launched.running])
+
+    def finish(self, launched: LaunchedStep) -> None:
+        """Dispatch all segments that are left."""
+        while launched.segments is not None:
+            self._dispatch_next(launched)
+
+    @staticmethod
+    def _dispatch_next(launched: LaunchedStep) -> None:
+        assert launched.segments is not None
+        result = next(launched.segments, None)
+        if result is None:
+            launched.segments = None
+            launched.running.clear()
+        else:
+            launched.running.append(result)
 
     def learn_drafts(self, launched: LaunchedStep) -> None:
         """Wait for the drafts that a draft model wrote for this step, and store those of sequences
@@ -260,11 +313,22 @@ class Runner:
         self, bucket: Bucket, greedy_only: bool, packed: np.ndarray
     ) -> tuple[StepOutput, Array | None]:
         """Run an executable; replaces the donated state. -> (output, logits or None)."""
+        running = self.begin(bucket, greedy_only, packed)
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                return end.value
+
+    def begin(self, bucket: Bucket, greedy_only: bool, packed: np.ndarray) -> StepRun:
+        """Like `run`, but stops before each further segment of a step that is cut."""
         state, executable = self.state, self.programs.executables[bucket, greedy_only]
         if self._drafts is not None:
             self._drafts.read(bucket, packed, state)
         logits = None
-        if greedy_only:
+        if isinstance(executable, PartedStep):
+            output, logits = yield from executable.run(self.leaves, state, packed)
+        elif greedy_only:
             state.kv, state.seat_tokens, output = executable(
                 self.leaves, state.kv, state.seat_tokens, packed
             )
@@ -345,10 +409,15 @@ class Runner:
 
     def is_done(self, launched: LaunchedStep) -> bool:
         """Whether the device has computed a step's tokens."""
-        return all([array.is_ready() for array in jax.tree.leaves(launched.output.sampled)])
+        output = launched.output
+        if output is None:
+            return False
+        return _is_ready(output.sampled)
 
     def fetch(self, launched: LaunchedStep) -> StepResult:
         """Wait for the results of a step."""
+        self.finish(launched)
+        assert launched.output is not None
         plan, (sampled, broken, scores, _, guessed, _) = launched.plan, launched.output
         result = _sampled(plan, sampled)
         if guessed is not None:

@@ -6,13 +6,16 @@ programs that are just large enough. XLA:CPU compiles a sampler three times as l
 of native kernels, and starting a second program costs little. A GPU or TPU runs one program
 (`Program.greedy_only`, `Program.full`).
 
+The model program of a step with many prompt rows can be cut between layers (`segments`): the host
+may then run another step between two segments.
+
 Axes: T token rows and S logit rows of the bucket, R logit rows that are computed, V vocabulary, M
 seats, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,15 +28,19 @@ from jax import Array
 
 from jitney.engine.core.executor.inputs import UploadLayout
 from jitney.engine.core.executor.kept_programs import Lowered
-from jitney.engine.core.executor.program import DeviceState, Program, Shaped, StepCall, StepOutput
+from jitney.engine.core.executor.program import DeviceState, Program, Shaped, StepOutput
 from jitney.engine.core.executor.sampler_parts import LogitRows, RowSampler, SamplerParts
-from jitney.engine.core.executor.sampling import RowScores, SeatState, score_rows_at_once
+from jitney.engine.core.executor.sampling import RowScores, score_rows_at_once
 from jitney.engine.core.executor.seat_tokens import DraftRows, SeatTokens
+from jitney.engine.core.executor.segments import Segments
 from jitney.engine.core.models.hidden import Hidden
 from jitney.engine.core.scheduler.buckets import Bucket
 
 #: The future of a compiled program.
 type _Part = Future[jax.stages.Compiled]
+#: Launches a step's programs. It stops before each further segment and yields a result of the one
+#: before. -> the step's output, and its logits for `Program.choose` unless it is all-greedy.
+type StepRun = Generator[Array, None, tuple[StepOutput, Array | None]]
 
 
 class _LastRows(NamedTuple):
@@ -58,7 +65,8 @@ class StepParts:
     """Builds steps from parts, and compiles each part once; for one device.
 
     leaves, state: arrays or shapes. layout_of: (bucket, greedy_only) -> layout of the step's
-    upload. sizes: numbers of logit rows for which programs are made; the largest is M.
+    upload. sizes: numbers of logit rows for which programs are made; the largest is M. segments_of:
+    the number of segments of a bucket's model program.
     """
 
     def __init__(
@@ -68,31 +76,35 @@ class StepParts:
         state: DeviceState,
         layout_of: Callable[[Bucket, bool], UploadLayout],
         sizes: Sequence[int],
+        segments_of: Callable[[Bucket], int],
     ):
         self._program = program
         self._leaves = leaves
         self._state = state
         self._layout_of = layout_of
         self._sizes = tuple(sorted(sizes))
+        self._segments_of = segments_of
         #: Sampler programs for each number of logit rows.
         self.samplers = SamplerParts(program, state)
-        self._models: dict[Bucket, _Part] = {}
+        #: The segments of each bucket's model program.
+        self._models: dict[Bucket, list[_Part]] = {}
         self._scores: dict[Bucket, _Part] = {}
         #: Head programs by number of logit rows R.
         self._heads: dict[int, _Part] = {}
 
-    def start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
-        """Begin to compile a step's missing parts. -> waits and returns the step."""
+    def start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], PartedStep]:
+        """Begin to compile a step's missing parts. -> a function that returns the step."""
         if bucket not in self._models:
             self._start_model(pool, bucket)
-        model, tails = self._models[bucket], self._start_tails(pool, bucket)
+        segments, tails = self._models[bucket], self._start_tails(pool, bucket)
         layout = self._layout_of(bucket, greedy_only)
-        if greedy_only:
-            return lambda: _PlainStep(layout, model.result(), tails())
-        if not layout.scores:
-            return lambda: _SampledStep(layout, model.result(), tails(), None)
-        score = self._scores[bucket]
-        return lambda: _SampledStep(layout, model.result(), tails(), score.result())
+        score = self._scores[bucket] if layout.scores else None
+
+        def finish() -> PartedStep:
+            model = tuple([segment.result() for segment in segments])
+            return PartedStep(layout, model, tails(), score and score.result())
+
+        return finish
 
     def _start_tails(self, pool: Executor, bucket: Bucket) -> Callable[[], _Tails]:
         """Begin to compile the programs that run after a bucket's model program."""
@@ -115,15 +127,24 @@ class StepParts:
 
     def _start_model(self, pool: Executor, bucket: Bucket) -> None:
         layout, state = self._layout_of(bucket, True), self._state
-        model = jax.jit(partial(_run_model, self._program, layout), donate_argnums=1)
         upload = self._program.whole((layout.size,), jnp.int32)
-        lowered = self._program.lowered(
-            f"model {bucket}",
-            lambda: model.lower(self._leaves, state.kv, state.seat_tokens, upload),
-        )
-        self._models[bucket] = self._submit(pool, lowered)
+        run = partial(_run_model, self._program, layout)
+        args = self._leaves, state.kv, state.seat_tokens, upload
+        count = self._segments_of(bucket)
+        if count == 1:
+            model = jax.jit(run, donate_argnums=1)
+            programs = [self._program.lowered(f"model {bucket}", lambda: model.lower(*args))]
+        else:
+            segments = Segments(run, args, count)
+            programs = [
+                self._program.lowered(
+                    f"model {bucket}, {number} of {count}", partial(segments.lower, number)
+                )
+                for number in range(count)
+            ]
+        self._models[bucket] = [self._submit(pool, lowered) for lowered in programs]
         if not bucket.decode_only:
-            _, output = lowered.out_info
+            _, output = programs[-1].out_info
             scores = self._program.lowered(
                 f"scores {bucket}", lambda: self._lower_scores(bucket, output.hidden)
             )
@@ -243,69 +264,54 @@ class _Tails:
 
 
 @dataclass(frozen=True)
-class _PlainStep:
-    """An all-greedy step, called as `Program.greedy_only` would be."""
+class PartedStep:
+    """A step in parts: all-greedy if its layout is, else with every sampling option."""
 
     layout: UploadLayout
-    #: The step up to the rows that choose a token.
-    model: jax.stages.Compiled
+    #: The step up to the rows that choose a token, in segments.
+    model: tuple[jax.stages.Compiled, ...]
     tails: _Tails
-
-    @property
-    def programs(self) -> tuple[jax.stages.Compiled, ...]:
-        return (self.model, *self.tails.programs)
-
-    def __call__(
-        self, leaves: list[Array], kv: list[Array], seat_tokens: SeatTokens, packed: np.ndarray
-    ) -> tuple[list[Array], SeatTokens, StepOutput]:
-        kv, output = self.model(leaves, kv, seat_tokens, packed)
-        rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
-        taken = self.tails.sampler(rows).likeliest(seat_tokens, rows)
-        result = StepOutput(
-            taken.tokens,
-            output.broken,
-            hidden=output.hidden,
-            guessed=taken.guessed,
-            for_head=output.for_head,
-        )
-        return kv, taken.seat_tokens, result
-
-
-@dataclass(frozen=True)
-class _SampledStep:
-    """A step with every sampling option, called as `Program.full` would be."""
-
-    layout: UploadLayout
-    #: The step up to the rows that choose a token.
-    model: jax.stages.Compiled
-    tails: _Tails
-    #: Scores prompt rows; None for a decode step.
+    #: Scores prompt rows; None for a decode step and an all-greedy one.
     score: jax.stages.Compiled | None
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        """All its programs."""
         scores = () if self.score is None else (self.score,)
-        return (self.model, *self.tails.programs, *scores)
+        return (*self.model, *self.tails.programs, *scores)
 
-    def __call__(
-        self,
-        leaves: list[Array],
-        kv: list[Array],
-        seat_tokens: SeatTokens,
-        seats: SeatState,
-        packed: np.ndarray,
-    ) -> tuple[list[Array], SeatTokens, SeatState, StepOutput, Array]:
-        own = self.layout.slices["sampling"]
-        sampling = packed[own].reshape(self.layout.shapes["sampling"])
-        kv, output = self.model(leaves, kv, seat_tokens, packed[: own.start])
-        rows = self.tails.rows(leaves, output.rows, packed[self.layout.slices["seats"]])
-        params = _first(sampling, len(rows.seats))
-        taken, seats, sampled = self.tails.sampler(rows).sample(seat_tokens, seats, rows, params)
-        scores = self._scores(leaves, output.hidden, packed)
-        result = StepOutput(
-            sampled, output.broken, scores, output.hidden, taken.guessed, output.for_head
+    def run(self, leaves: list[Array], state: DeviceState, packed: np.ndarray) -> StepRun:
+        """Launch the step; replaces the state. Between two segments another step may be launched,
+        which must neither write the pages that this one reads or writes, nor read those that it
+        writes.
+        """
+        first, *others = self.model
+        if others:  # both may change before the last segment is launched
+            leaves, packed = [*leaves], packed.copy()
+        own = self.layout.slices
+        end = packed.size if self.layout.greedy_only else own["sampling"].start
+        state.kv, output = first(leaves, state.kv, state.seat_tokens, packed[:end])
+        for segment in others:
+            yield output[0]
+            state.kv, output = segment(leaves, state.kv, output)
+        rows = self.tails.rows(leaves, output.rows, packed[own["seats"]])
+        sampler = self.tails.sampler(rows)
+        if self.layout.greedy_only:
+            taken = sampler.likeliest(state.seat_tokens, rows)
+            sampled, scores, logits = taken.tokens, None, None
+        else:
+            sampling = packed[own["sampling"]].reshape(self.layout.shapes["sampling"])
+            taken, state.seats, sampled = sampler.sample(
+                state.seat_tokens, state.seats, rows, _first(sampling, len(rows.seats))
+            )
+            scores, logits = self._scores(leaves, output.hidden, packed), rows.logits
+        state.seat_tokens = taken.seat_tokens
+        return (
+            StepOutput(
+                sampled, output.broken, scores, output.hidden, taken.guessed, output.for_head
+            ),
+            logits,
         )
-        return kv, taken.seat_tokens, seats, result, rows.logits
 
     def _scores(self, leaves: list[Array], hidden: Any, packed: np.ndarray) -> RowScores | None:
         """Log-probabilities of the scored prompt rows; None where there are none."""

@@ -32,7 +32,7 @@ from jitney.engine.core.executor.program import Program, StateSizes, StepCall
 from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemory, programs_of
 from jitney.engine.core.executor.sampling import SeatState
 from jitney.engine.core.executor.seat_tokens import LookedUpTokens
-from jitney.engine.core.executor.step_parts import StepParts
+from jitney.engine.core.executor.step_parts import PartedStep, StepParts
 from jitney.engine.core.executor.threads import own_processors
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.sharding import own_mesh
@@ -106,7 +106,7 @@ class StepPrograms:
         self.beside = replace(self.step, mesh=own)
         self.beside_shapes = sizes.shapes(model.config, kernels, own)
         #: Callables that run a step, by (bucket, greedy_only).
-        self.executables: dict[tuple[Bucket, bool], StepCall] = {}
+        self.executables: dict[tuple[Bucket, bool], StepCall | PartedStep] = {}
         self.parts = self._step_parts() if in_parts else None
         #: Programs that choose tokens under masks after a step.
         self.choices = Choices(buckets.decode[-1].seats)
@@ -128,7 +128,14 @@ class StepPrograms:
         counts = {bucket.seats for bucket in self.buckets.decode}
         # Larger decode buckets hold drafts; steps with prompts never have that many logit rows.
         row_counts = [count for count in counts if count <= self.sizes.seats]
-        return StepParts(self.step, self.leaves, self.shapes, self.builder.layout, row_counts)
+        return StepParts(
+            self.step,
+            self.leaves,
+            self.shapes,
+            self.builder.layout,
+            row_counts,
+            self.buckets.segments,
+        )
 
     def compile(self, report: Report = report_nothing) -> None:
         """Compile every executable, the largest first."""
@@ -178,7 +185,9 @@ class StepPrograms:
                     self.executables[kind] = compiling[kind]()
                 report(done, len(kinds), _name_of(*kind))
 
-    def _start(self, pool: Executor, bucket: Bucket, greedy_only: bool) -> Callable[[], StepCall]:
+    def _start(
+        self, pool: Executor, bucket: Bucket, greedy_only: bool
+    ) -> Callable[[], StepCall | PartedStep]:
         """Begin to compile a step. -> a function that waits and returns the compiled step."""
         if self.parts is not None:
             return self.parts.start(pool, bucket, greedy_only)

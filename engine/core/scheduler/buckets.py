@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 #: Decode-only sizes on a GPU or TPU. Reading the weights takes as long for 1 row as for some 300
 #: (operations over bytes per second of an H100, two bytes a weight), so padding to the next size is
@@ -77,6 +77,12 @@ class Buckets:
     #: Whether padding rows take next to no time, as on a CPU whose kernels skip them. On a GPU or
     #: TPU, whose time depends on shapes, they take as long as any row.
     padding_is_free: bool = False
+    #: The most segments of a step, those of the largest one, between which another step can run
+    #: (`engine.core.executor.segments`); 1: no step is cut.
+    most_segments: int = 1
+    #: The same on a CPU: a segment of a step of 512 rows takes about as long as the step of a short
+    #: prompt.
+    cpu_segments: ClassVar[int] = 12
 
     @classmethod
     def of(
@@ -129,6 +135,12 @@ class Buckets:
 
     def all(self) -> tuple[Bucket, ...]:
         return self.decode + self.mixed
+
+    def segments(self, bucket: Bucket) -> int:
+        """Number of segments of a bucket's steps: all segments take about as long."""
+        if bucket.decode_only:
+            return 1
+        return max(1, self.most_segments * bucket.tokens // self.token_budget)
 
     def choose(self, *, tokens: int, sequences: int, decode_only: bool, logit_rows: int) -> Bucket:
         """The smallest bucket that holds the step.

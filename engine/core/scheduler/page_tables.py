@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.page_keys import keys_of
+from jitney.engine.core.scheduler.plan import Chunk
 from jitney.engine.core.scheduler.prompt_scores import PromptScores
 from jitney.engine.core.scheduler.sequence import Sequence, WindowPages
 from jitney.engine.core.scheduler.state_slots import StateTables
@@ -197,6 +198,18 @@ class PageTables:
             return []
         page_size = self.pool.page_size
         return keys_of(seq, page_size, (len(seq.tokens) - 1) // page_size)
+
+    def finds_pages_of(self, chunks: Iterable[Chunk], seq: Sequence) -> bool:
+        """Whether a waiting sequence may find pages that these prompt chunks fill."""
+        keys = self._shareable_keys(seq)
+        firsts = [(chunk.seq, chunk.start // self.pool.page_size + 1) for chunk in chunks]
+        return any(
+            [
+                keys[number - 1 : number] == keys_of(other, self.pool.page_size, number)[-1:]
+                for other, number in firsts
+                if number <= min(len(keys), len(other.tokens) // self.pool.page_size)
+            ]
+        )
 
     def _servable(self, keys: list[bytes]) -> int:
         """Pages of the longest prefix that all groups can serve and that has a checkpoint of the

@@ -69,6 +69,17 @@ class Passing:
         self._saved -= price
         return 0
 
+    def longest_between(self, rows_first: int) -> int:
+        """The most rows of the prompts of a step between two segments of a running one. rows_first:
+        rows of the prompts that this step delays.
+        """
+        affordable = self._saved - _PRICE * self._token_budget
+        return max(0, int(min(affordable, _MUCH_SHORTER * rows_first)))
+
+    def spend_between(self, rows: int) -> None:
+        """Take the price of a step between two segments from the budget, and its `rows` rows."""
+        self._saved -= rows + _PRICE * self._token_budget
+
     def save(self, rows: int) -> None:
         """Grow the budget: a step with `rows` prompt rows is planned while some prompt waits."""
         self._saved = min(float(self._token_budget), self._saved + _SHARE * rows)

@@ -156,13 +156,52 @@ class StepPlanner:
         if passes:
             self._plan_passing(prompts, rows_first, draft, now)
             prompts = [seq for seq in prompts if seq not in draft.passed]
-        if self._is_brief(prompts, now):
+        if self._buckets.most_segments == 1 and self._is_brief(prompts, now):
             brief = self._prefill_budget.brief(draft.n_decode, _first_row(prompts))
             draft.tokens_left = min(draft.tokens_left, brief)
         self._plan_prefill(prompts, draft)
         self._plan_boarding(self._sequences.live, self._boarding.allowed(now), draft, now)
         if rows_first > draft.rows - rows:
             self._passing.save(draft.rows - rows)
+
+    def goes_between(self, running: Plan) -> bool:
+        """Whether a waiting short prompt may be computed between two segments of the running step.
+        The sequences of this step must all have kept their pages, which it may still write.
+        """
+        if not self._queue.waiting or not self._seats.free or self._seats.holds:
+            return False
+        if self._sequences.lacks_pages or self._pages.covers_chunks or self._limits.encoder:
+            return False
+        if self._next_between(running, self._longest_between(running)) is None:
+            return False
+        return all([chunk.seq.seated for chunk in running.chunks])
+
+    def fill_between(self, draft: Draft, running: Plan, now: float) -> None:
+        """Fill the draft of a step that runs between two segments of the running one."""
+        draft.tokens_left = min(draft.tokens_left, self._longest_between(running))
+        while draft.rows_left:
+            seq = self._next_between(running, draft.tokens_left)
+            if seq is None or not self._boarding.seat(seq, draft, now):
+                break
+            self._add_chunk(seq, draft, draft.tokens_left)
+        if draft.rows:
+            self._passing.spend_between(draft.rows)
+
+    def _longest_between(self, running: Plan) -> int:
+        """The most prompt rows of a step between two segments of the running one."""
+        left = sum([seq.n_left for seq in self._seats.live_prompts])
+        return self._passing.longest_between(running.work.prompt + left)
+
+    def _next_between(self, running: Plan, longest: int) -> Sequence | None:
+        """The next waiting sequence of at most `longest` prompt rows that finds no page that the
+        running step writes. Grammars are left out, because their masks may not be known yet.
+        """
+        head, seq = self._queue.head(), self._queue.shortest(longest)
+        if head is None or head.preemptions or seq is None or seq.in_flight:
+            return None
+        if seq.matcher is not None or not self._seats.free:
+            return None
+        return None if self._pages.finds_pages_of(running.prompt_chunks, seq) else seq
 
     def _rows_first(self, prompts: list[Sequence]) -> int:
         """Remaining rows of the boarded prompts and of the one that boards next. Later prompts wait

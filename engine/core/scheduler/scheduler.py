@@ -218,16 +218,16 @@ class Scheduler:
         if not draft.chunks:
             self._planner.dropped += draft.dropped
             return None
-        # Publish only now: later plans find the pages that this step fills, this plan does not,
-        # since no step reads what it writes.
-        for chunk in draft.prompt_chunks:
-            sequences.pages.publish(chunk.seq)
-            if chunk.end >= chunk.seq.n_prompt:
-                sequences.release_siblings(chunk.seq)
-        return self._plan_of(draft)
+        return self._published(draft)
 
-    def _plan_of(self, draft: Draft) -> Plan:
-        """The finished plan, in the smallest bucket that holds it."""
+    def _published(self, draft: Draft) -> Plan:
+        """The finished plan, in the smallest bucket that holds it. Later plans find the pages that
+        it fills; this one does not, since no step reads what it writes.
+        """
+        for chunk in draft.prompt_chunks:
+            self.sequences.pages.publish(chunk.seq)
+            if chunk.end >= chunk.seq.n_prompt:
+                self.sequences.release_siblings(chunk.seq)
         self.steps += 1
         bucket = self.buckets.choose(
             tokens=draft.rows + draft.reserved,
@@ -245,6 +245,23 @@ class Scheduler:
             waiting_tokens=sequences.live.backlog.tokens + sequences.background.backlog.tokens,
         )
         return draft.plan(self.steps, bucket, occupancy, background=background)
+
+    def goes_between(self, running: Plan) -> bool:
+        """Whether `plan_between` would return a plan now."""
+        if self._speculation is not None or self._suspects:
+            return False
+        return self._planner.goes_between(running)
+
+    def plan_between(self, running: Plan, now: float) -> Plan | None:
+        """Plan a step that runs between two segments of the running one: whole short prompts that
+        arrived after it was planned. None if there are none. Its result is committed before that of
+        the running step.
+        """
+        if not self.goes_between(running):
+            return None
+        draft = Draft(self._row_limit.rows, self.limits.max_seats)
+        self._planner.fill_between(draft, running, now)
+        return self._published(draft) if draft.chunks else None
 
     def lets_others_first(self, plan: Plan, now: float) -> bool:
         """Whether to launch no step while this one runs: it is background work, so a request that

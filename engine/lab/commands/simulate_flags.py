@@ -133,6 +133,7 @@ class SimulateArguments(TrafficArguments):
         holds the longest request, pages suffice for every seat (or fill the device's memory), and
         no request is refused unless limits are given.
         """
+        from jitney.engine.core import Buckets
         from jitney.engine.lab.simulation.engine_shape import EngineShape
         from jitney.engine.lab.simulation.roofline import Roofline
         from jitney.engine.lab.simulation.step_table import StepTable
@@ -149,6 +150,7 @@ class SimulateArguments(TrafficArguments):
             pages=settings.pages or settings.max_seats * -(-context // settings.page_size) + 1,
             on_device=isinstance(table, Roofline),
             padding_is_free=isinstance(table, StepTable) and table.padding_is_free,
+            most_segments=1 if isinstance(table, Roofline) else Buckets.cpu_segments,
         )
         if isinstance(table, Roofline):
             shape = _as_fits(shape, table, settings, context, drafts)

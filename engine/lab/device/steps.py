@@ -181,7 +181,7 @@ def _time_step(bench: StepBench, case: StepCase, sample_s: float) -> tuple[list[
     runner = bench.runner
     plan = case.plan(0, bench.page_size)
     packed, plain = runner.batch(plan).packed, runner.programs.runs_greedy_only(case.bucket, True)
-    launched = LaunchedStep(plan, runner.run(case.bucket, plain, packed)[0], 0)
+    launched = LaunchedStep(plan, 0, runner.run(case.bucket, plain, packed)[0])
     if min(runner.fetch(launched).tokens) < 0:
         raise RuntimeError("the step's logits are not finite")
     samples = repeated(lambda _: runner.run(case.bucket, plain, packed), None, sample_s)

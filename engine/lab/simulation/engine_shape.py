@@ -61,16 +61,17 @@ class EngineShape:
         pages: int,
         on_device: bool = False,
         padding_is_free: bool = False,
+        most_segments: int = 1,
         buckets: Buckets | None = None,
     ) -> EngineShape:
         """The engine of these settings. pages: see `EngineShape`; settings may leave them to the
-        machine. on_device: on a GPU or TPU. padding_is_free: see `Buckets`. buckets: those of a
-        running engine, if known.
+        machine. on_device: on a GPU or TPU. padding_is_free, most_segments: see `Buckets`. buckets:
+        those of a running engine, if known.
         """
         limits = SchedulerLimits(context_length=context_length, **_shared(settings))
         if buckets is None:
             sizes = cls.buckets_of(settings, on_device)
-            buckets = replace(sizes, padding_is_free=padding_is_free)
+            buckets = replace(sizes, padding_is_free=padding_is_free, most_segments=most_segments)
         late = not on_device and settings.n_hosts == 1
         return cls(limits, buckets, pages, settings.page_size, plans_late=late)
 

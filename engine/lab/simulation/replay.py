@@ -56,6 +56,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
     on_device: bool = False
     #: See `Buckets`.
     padding_is_free: bool = False
+    most_segments: int = 1
 
     def shape(self, changes: JsonDict) -> EngineShape:
         """The engine with changed settings; its buckets stay if seats and budget are the same."""
@@ -66,6 +67,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
             pages=(changes.get("pages") or self.pages) + 1,
             on_device=self.on_device,
             padding_is_free=self.padding_is_free,
+            most_segments=self.most_segments,
             buckets=self.own_buckets(settings),
         )
 
@@ -83,7 +85,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
             return None
         decode = [Bucket(size, size) for size in sizes]
         mixed = [Bucket.mixed(size, max(sizes)) for size in self.token_buckets]
-        return Buckets(tuple(decode), tuple(mixed), self.padding_is_free)
+        return Buckets(tuple(decode), tuple(mixed), self.padding_is_free, self.most_segments)
 
 
 class BucketsJob(msgspec.Struct, frozen=True, tag="buckets"):

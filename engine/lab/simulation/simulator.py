@@ -18,7 +18,6 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core import (
+    Buckets,
     EngineCore,
     MaskedRow,
     PagePool,
@@ -80,10 +80,19 @@ class _RecordedHits(PageTables):
         return cached
 
 
-class _FlyingStep(NamedTuple):
+@dataclass(slots=True)
+class _FlyingStep:
     #: Virtual time at which it is done, seconds.
     ready: float
     result: StepResult
+    #: Seconds of a segment, and the number of segments that are not launched.
+    segment_s: float
+    n_left: int
+
+    @property
+    def paused_at(self) -> float:
+        """Time at which all launched segments are done."""
+        return self.ready - self.n_left * self.segment_s
 
 
 @dataclass(slots=True)
@@ -106,6 +115,9 @@ class VirtualDevice:
         self.clock = _VirtualClock()
         self.table = table
         self._free_at = 0.0
+        self._buckets: Buckets | None = None
+        # The newest step that may have segments left to launch.
+        self._cut: _FlyingStep | None = None
         #: Probability that a draft is accepted (0: no drafts), and its random generator.
         self._acceptance = 0.0
         self._chance = random.Random(seed)
@@ -120,6 +132,7 @@ class VirtualDevice:
         tables = partial(_RecordedHits, hits=hits) if hits else PageTables
         scheduler = shape.new_scheduler(self.clock, retain=retain, tables=tables)
         late, self._acceptance = shape.plans_late, shape.acceptance
+        self._buckets = shape.buckets
         return EngineCore(scheduler, self, Ledger(), self.clock, plans_late=late)
 
     def batch(self, plan: Plan) -> Plan:
@@ -135,8 +148,41 @@ class VirtualDevice:
         scatter = self._scatter.get(batch.bucket.kind)
         if scatter is not None:
             seconds *= next(scatter)
+        segments = 1 if self._buckets is None else self._buckets.segments(batch.bucket)
+        cut = self._cut
+        if cut is not None and cut.n_left:
+            between = max(self.clock.now, cut.paused_at) + seconds
+            cut.ready += between - cut.paused_at
+            self._free_at = cut.ready
+            return _FlyingStep(between, self._result(batch), seconds, 0)
         self._free_at = max(self.clock.now, self._free_at) + seconds
-        return _FlyingStep(self._free_at, self._result(batch))
+        self._cut = _FlyingStep(
+            self._free_at, self._result(batch), seconds / segments, segments - 1
+        )
+        return self._cut
+
+    def feed(self, launched: _FlyingStep) -> bool:
+        """Launch segments until one waits behind the running one."""
+        self._go_on(launched)
+        waiting = int((launched.ready - self.clock.now) / launched.segment_s)
+        launched.n_left = max(0, min(launched.n_left, waiting - 1))
+        return launched.n_left > 0
+
+    def has_paused(self, launched: _FlyingStep) -> bool:
+        """Whether the time of the launched segments is over, while others are left."""
+        return launched.n_left > 0 and launched.paused_at <= self.clock.now
+
+    def finish(self, launched: _FlyingStep) -> None:
+        """Launch all segments that are left."""
+        self._go_on(launched)
+        launched.n_left = 0
+
+    def _go_on(self, launched: _FlyingStep) -> None:
+        """Delay a step with segments left by the time that the device has had none to run."""
+        idle = self.clock.now - launched.paused_at
+        if launched.n_left and idle > 0:
+            launched.ready += idle
+            self._free_at += idle
 
     def _draft_seconds(self, plan: Plan) -> float:
         rows = [chunk for chunk in plan.chunks if chunk.draft]
@@ -161,6 +207,7 @@ class VirtualDevice:
         raise ValueError("a simulated request has a grammar")
 
     def fetch(self, launched: _FlyingStep) -> StepResult:
+        self.finish(launched)
         if launched.ready > self.clock.now:
             self.clock.now = launched.ready
         return launched.result

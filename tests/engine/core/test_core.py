@@ -11,6 +11,7 @@ from core_runs import CONTEXT, assert_solo_tokens, cramped_core, random_events
 from fakes import (
     VOCAB,
     FakeClock,
+    FakeRunner,
     code_of,
     device_of,
     ends_of,
@@ -94,6 +95,82 @@ def test_random_events_with_steps_of_few_sequences_lose_nothing():
     prompts = records["bucket_tokens"][records["mixed"] == 1]
     assert min(np.bincount(prompts, minlength=25)[[4, 8, 24]]) > 20
     assert core.ledger.closes() and records["bucket_tokens"].sum() == device_of(core).rows_run
+
+
+class CutRunner(FakeRunner):
+    cuts = True
+
+
+def long_or_short(rng: random.Random, number: int, now: float) -> EngineRequest:
+    """A request with a prompt of several steps, or with a short one; many prompts start alike."""
+    head = [rng.randrange(1, 4)] * rng.choice((0, 4, 8, 40))
+    more = rng.choice((1, 2, 5, 60))
+    return make_request(
+        f"r{number}",
+        head + [rng.randrange(VOCAB) for _ in range(more)],
+        arrival=now,
+        n=rng.choice((1, 1, 1, 2)),
+        tenant=rng.choice(("", "key")),
+        seed=rng.choice((0, 7)),
+        max_tokens=rng.choice((1, 2, 5, 12)),
+        deadline=now + rng.uniform(0, 60) if rng.random() < 0.05 else None,
+        prompt_logprobs=rng.choice((None, None, None, 2)),
+    )
+
+
+@pytest.mark.parametrize(("retain", "order"), [(True, "fcfs"), (False, "fair"), (True, "fair")])
+def test_steps_between_the_segments_of_others_lose_nothing(retain: bool, order: str):
+    """A step between two segments of another neither reads what this one still writes, nor writes
+    where it does.
+    """
+    rng, clock = random.Random(11), FakeClock(tick=0.001)
+    core = make_core(
+        seats=6,
+        pages=70,
+        budget=16,
+        context=128,
+        retain=retain,
+        order=order,
+        clock=clock,
+        device=CutRunner,
+    )
+    requests: list[EngineRequest] = []
+    outputs: list[SequenceOutput] = []
+    for event in range(2_500):
+        clock.now += rng.random()
+        kind = rng.random()
+        if kind < 0.12 and core.scheduler.n_waiting < 8:
+            requests.append(long_or_short(rng, len(requests), clock.now))
+            core.add(requests[-1])
+        elif kind < 0.15 and requests:
+            core.abort(rng.choice(requests[-8:]).id)
+        else:
+            outputs += core.step().outputs
+        if event % 5 == 0:
+            core.scheduler.check()
+    outputs += core.run_until_idle(20_000)
+    core.check()
+    assert_solo_tokens(requests, outputs)
+    assert device_of(core).n_between > 20
+    assert core.ledger.since(0)["bucket_tokens"].sum() == device_of(core).rows_run
+
+
+def test_a_prompt_that_shares_pages_with_the_running_step_waits_for_its_end():
+    core = make_core(seats=4, pages=70, budget=16, context=128, device=CutRunner)
+    for number in range(8):  # so that short prompts may pass
+        core.add(make_request(f"first{number}", [10 + number] * 40, max_tokens=1))
+    core.run_until_idle()
+    core.add(make_request("long", [5] * 100, max_tokens=1))
+    core.step()
+    assert core._flight is not None
+    running = core._flight.plan
+    core.add(make_request("alike", [5] * 5, max_tokens=2))
+    assert not core.scheduler.goes_between(running)
+    core.abort("alike")
+    core.add(make_request("other", [6] * 5, max_tokens=2))
+    assert core.scheduler.goes_between(running)
+    assert "other" in {output.request_id for output in core.step().outputs}
+    assert device_of(core).n_between == 1 and core._flight.plan is running
 
 
 def test_a_step_that_waits_for_the_compiler_is_one_warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from jitney.engine.core.executor.inputs import SAMPLING, MaskedRows
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampling import Sampled, SeatState
-from jitney.engine.core.executor.step_parts import StepParts
+from jitney.engine.core.executor.step_parts import StepParts, StepRun
 from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
@@ -45,9 +46,11 @@ VOCAB = 512
 
 @cache
 def runner(in_parts: bool) -> Runner:
+    """in_parts: the steps with prompts are also cut into two segments."""
     model = random_model(tiny_config())
+    buckets = replace(BUCKETS, most_segments=2) if in_parts else BUCKETS
     programs = StepPrograms(
-        model, BUCKETS, KERNELS, SIZES, greedy_only_mixed=in_parts, in_parts=in_parts
+        model, buckets, KERNELS, SIZES, greedy_only_mixed=in_parts, in_parts=in_parts
     )
     made = Runner(programs, end_ids=())
     made.compile()
@@ -121,6 +124,51 @@ def test_all_that_a_request_may_ask_for_answers_alike(names: list[str]):
             same_entries(mine, theirs)
 
 
+def test_a_short_prompt_is_computed_between_the_segments_of_a_long_one():
+    buckets = Buckets.of(max_seats=2, token_budget=32, seat_sizes=(2,), token_sizes=(32,))
+    model = random_model(replace(tiny_config(), n_layers=4, windows=(0,) * 4))
+    programs = StepPrograms(
+        model,
+        replace(buckets, most_segments=4),
+        KERNELS,
+        replace(SIZES, seats=2),
+        greedy_only_mixed=True,
+        in_parts=True,
+    )
+    own = Runner(programs, end_ids=())
+    own.compile()
+    limits = SchedulerLimits(2, SIZES.context_length)
+    scheduler = Scheduler(limits, buckets, PageTables(PagePool(32, 16)), vocab_size=VOCAB)
+    core = EngineCore(scheduler, own, Ledger())
+    requests: list[EngineRequest] = []
+    for name, length in (("long", 40), ("short", 5)):
+        prompt = [(11 * length + 7 * at) % VOCAB for at in range(length)]
+        requests.append(
+            EngineRequest(id=name, prompt=prompt, sampling=PARAMS["greedy"], arrival=0.0)
+        )
+    expected: dict[str, list[int]] = {}
+    for alone in requests:
+        core.add(alone)
+        outputs = core.run_until_idle()
+        expected[alone.id] = [token for output in outputs for token in output.tokens]
+    core.reset_prefix_cache()
+    core.add(requests[0])
+    core.step()
+    running = core._flight
+    assert running is not None and running.is_cut
+    while not own.has_paused(running.launched_step):
+        pass
+    core.add(requests[1])
+    outputs = core.step().outputs
+    assert [output.request_id for output in outputs] == ["short"] and core._flight is running
+    outputs += core.run_until_idle()
+    core.check()
+    found = {request.id: list[int]() for request in requests}
+    for output in outputs:
+        found[output.request_id] += output.tokens
+    assert found == expected
+
+
 @pytest.mark.parametrize("rows", [1, SEATS])
 def test_rows_are_chosen_under_masks_alike(rows: int):
     """Drawn, penalised and scored ones, one that may not be finite, and one whose mask hides it."""
@@ -159,7 +207,7 @@ def test_steps_of_as_many_logit_rows_have_one_sampler():
     compiled = []
     compile_one = own.step.compile
     own.step.compile = lambda lowered: compiled.append(lowered) or compile_one(lowered)  # pyright: ignore
-    parts = StepParts(own.step, own.leaves, own.shapes, own.builder.layout, ROWS)
+    parts = StepParts(own.step, own.leaves, own.shapes, own.builder.layout, ROWS, lambda bucket: 1)
     with ThreadPoolExecutor(1) as pool:
         samplers = set()
         for bucket in BUCKETS.all():
@@ -183,10 +231,10 @@ def test_a_step_with_prompts_computes_logits_of_few_rows_where_few_are_wanted():
     own = runner(True)
     core = fresh_core(own)
     widths: list[tuple[int, int]] = []
-    run = own.run
+    begin = own.begin
 
-    def watched(bucket: Bucket, plain: bool, packed: np.ndarray) -> Any:
-        output, logits = run(bucket, plain, packed)
+    def watched(bucket: Bucket, plain: bool, packed: np.ndarray) -> StepRun:
+        output, logits = yield from begin(bucket, plain, packed)
         sampled = output.sampled
         assert isinstance(sampled, Sampled) is not plain
         tokens = sampled.tokens if isinstance(sampled, Sampled) else sampled
@@ -194,12 +242,12 @@ def test_a_step_with_prompts_computes_logits_of_few_rows_where_few_are_wanted():
             widths.append((bucket.seats, len(tokens)))
         return output, logits
 
-    own.run = watched  # pyright: ignore[reportAttributeAccessIssue]
+    own.begin = watched
     for count in (1, 4):
         for number in range(count):
             prompt = [3 + number, 4, 5]
             name = f"{count}-{number}"
             core.add(EngineRequest(id=name, prompt=prompt, sampling=PARAMS["drawn"], arrival=0.0))
         core.run_until_idle()
-    del own.run
+    del own.begin
     assert widths == [(SEATS, 2), (SEATS, SEATS)]
