@@ -15,7 +15,7 @@ from fleet_engines import FakeEngine, Served, engines, fleet_of
 
 FLEET = """
 [fleet]
-poll_s = 0.05
+poll_s = 0.2
 [models.tiny]
 urls = ["{tiny}"]
 [models.big]

@@ -243,19 +243,21 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, content: bytes | None
     assert "\n" not in str(raised.value)
 
 
-def test_the_example_of_the_page_is_a_fleet(tmp_path: Path):
+@pytest.mark.parametrize("kinds", [["embed", "rank", "generate"], ["embed", "rerank", "generate"]])
+def test_an_example_of_the_page_is_a_fleet(tmp_path: Path, kinds: list[str]):
     page = (Path(__file__).parents[3] / "docs" / "fleet_models.md").read_text()
-    example = page.split("### Embed, rank, generate")[1].split("```toml\n")[1].split("```")[0]
+    heading = f"### {', '.join(kinds).capitalize()}"
+    example = page.split(heading)[1].split("```toml\n")[1].split("```")[0]
     (tmp_path / "fleet.toml").write_text(example)
     (tmp_path / "handbook.jsonl").write_text(json.dumps("Cats sleep."))
     models: Any = FleetConfig.read(tmp_path / "fleet.toml").models
     ComposedModels(models, EmbeddingModels(), tmp_path)
-    assert [each.kind for each in models["handbook"].stages] == ["embed", "rank", "generate"]
+    assert [each.kind for each in models["handbook"].stages] == kinds
 
 
 FLEET = """
 [fleet]
-poll_s = 0.05
+poll_s = 0.2
 [models.finder]
 urls = ["{finder}"]
 [models.writer]

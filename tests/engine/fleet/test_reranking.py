@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.fleet.compositions.answering import ModelAnswer
 from jitney.engine.fleet.compositions.composed import ComposedModels
 from jitney.engine.fleet.compositions.reranking import best_in
-from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.server.chat.ranking.bodies import RerankBody
 from jitney.engine.server.http.errors import HttpError
@@ -209,19 +207,9 @@ def test_only_engines_rank():
         ComposedModels.check({"e": object(), "p": composed} | models)
 
 
-def test_the_example_of_the_page_is_a_fleet(tmp_path: Path):
-    page = (Path(__file__).parents[3] / "docs" / "fleet_models.md").read_text()
-    example = page.split("### Embed, rerank, generate")[1].split("```toml\n")[1].split("```")[0]
-    (tmp_path / "fleet.toml").write_text(example)
-    (tmp_path / "handbook.jsonl").write_text(json.dumps("Cats sleep."))
-    models: Any = FleetConfig.read(tmp_path / "fleet.toml").models
-    ComposedModels(models, RerankingModels(), tmp_path)
-    assert [each.kind for each in models["handbook"].stages] == ["embed", "rerank", "generate"]
-
-
 FLEET = """
 [fleet]
-poll_s = 0.05
+poll_s = 0.2
 [models.judge]
 urls = ["{judge}"]
 [models.writer]
