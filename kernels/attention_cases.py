@@ -116,6 +116,9 @@ CASES = {
     "head dim 512": AttentionCase((4, 1, 512), (300,), ((60, 40),), rows=48, seqs=2),
     "int8 pool": replace(_MIXED, pool="int8"),
     "int8 pool, one factor": replace(_DECODE, pool="int8", scales="pool"),
+    "int8 pool of wide pages, window in decode": replace(
+        _DECODE, pool="int8", page=64, pages=16, window=300
+    ),
     "fp8 e4m3 pool": replace(_MIXED, pool="float8_e4m3fn"),
     "fp8 e5m2 pool": replace(_DECODE, pool="float8_e5m2"),
     "latents in decode": replace(_DECODE, heads=(8, 1, 80), value_dim=64),

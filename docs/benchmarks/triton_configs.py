@@ -108,7 +108,7 @@ def attend(kernels: TritonKernels, q: jax.Array, kv: jax.Array, meta: AttentionM
 def decode_candidates(current: DecodeTiles, sm: int, quick: bool) -> Iterator[DecodeTiles]:
     processors = _PROCESSORS[_generation(sm)]
     for block, warps, stages, resident in itertools.product(
-        (32, 64, 128), (4, 8), (2, 3, 5), (2, 3, 4, 6)
+        (32, 64, 128), (4, 8), (2, 3, 4), (2, 3, 4, 6)
     ):
         if not quick or (warps, stages) == (current.warps, current.stages):
             yield replace(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 # Kernels are compiled, not called: numbers become constexprs and tensors on the way.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
@@ -25,6 +25,30 @@ import triton.language as tl
 _LOG2E = tl.constexpr(1.4426950408889634)
 #: Score of a key that a row must not see; finite, so that it causes no NaN.
 _HIDDEN = tl.constexpr(-1e30)
+#: PTX that widens two pairs of one-byte numbers, $2, to two float16 each: the first numbers of both
+#: pairs, $0, and the second ones, $1. int8: x + 128 becomes the low byte of 1024 + (x + 128).
+_INT8_TO_HALF = tl.constexpr("""{
+    .reg .b32 codes, offset;
+    xor.b32 codes, $2, 0x80808080;
+    mov.b32 offset, 0x64806480;
+    prmt.b32 $0, codes, 0x64646464, 0x4240;
+    prmt.b32 $1, codes, 0x64646464, 0x4341;
+    sub.f16x2 $0, $0, offset;
+    sub.f16x2 $1, $1, offset;
+}""")
+_E4M3_TO_HALF = tl.constexpr("""{
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+#: The high byte of a float16.
+_E5M2_TO_HALF = tl.constexpr("""{
+    prmt.b32 $0, $2, 0, 0x2404;
+    and.b32 $1, $2, 0xff00ff00;
+}""")
 
 
 @triton.jit
@@ -61,22 +85,23 @@ def _weigh(
     MASKED: tl.constexpr,
 ):
     """(weights [M, BLOCK_N] of the keys at positions `at`, the rows' new maxima [M], the factors
-    [M] that rescale the earlier sums). scores [M, BLOCK_N]: products of the queries and these keys;
-    top [M]: maxima so far.
+    [M] that rescale the earlier sums). scores [M, BLOCK_N]: products of the queries and these keys,
+    in units of k_scale, a number or [M]; top [M]: maxima so far, in base 2.
     """
-    scores = scores * (k_scale * SCALE)
+    factor = k_scale * SCALE + tl.zeros_like(top)
     if SOFTCAP > 0:
         scores = SOFTCAP - 2.0 * SOFTCAP / (
-            tl.exp2(scores * (2.0 * _LOG2E / SOFTCAP)) + 1.0
+            tl.exp2(scores * (factor * (2.0 * _LOG2E / SOFTCAP))[:, None]) + 1.0
         )  # SOFTCAP * tanh
-    scores = scores * _LOG2E
+        factor = tl.zeros_like(top) + 1.0
+    factor *= _LOG2E
     if MASKED:
         seen = (at[None, :] <= position[:, None]) & (at < high)[None, :]
         if WINDOW > 0:
             seen = seen & (at[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, _HIDDEN)
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_top[:, None])
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor[:, None] - new_top[:, None])  # one fused operation a score
     if MASKED:
         weights = tl.where(
             seen, weights, 0.0
@@ -85,53 +110,143 @@ def _weigh(
 
 
 @triton.jit
+def _pages_of(table, start, high, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the BLOCK_N keys of a sequence from position `start` on, int64 [BLOCK_N], or one
+    number if they are all in one page; 0 for positions from `high` on.
+
+    Sweeps read them a tile ahead: a tile's loads would otherwise wait for them, and not run beside
+    the products of the tile before.
+    """
+    at = start
+    if PAGE % BLOCK_N != 0:
+        at = start + tl.arange(0, BLOCK_N)
+    return tl.load(table + at // PAGE, mask=at < high, other=0).to(tl.int64)
+
+
+@triton.jit
 def _places_of(
-    table,
-    at,
-    high,
+    pages,
+    start,
     head,
     CELL: tl.constexpr,
     STEP: tl.constexpr,
     PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Offsets in the pool of a key head's keys at positions `at` of a sequence."""
-    if MASKED:
-        page = tl.load(table + at // PAGE, mask=at < high, other=0).to(tl.int64)
+    """Offsets [BLOCK_N] in the pool of the keys from position `start` on, in these pages."""
+    rows = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:
+        places = (pages * PAGE + start % PAGE) * CELL + head * STEP + rows * CELL
     else:
-        page = tl.load(table + at // PAGE).to(tl.int64)
-    return (page * PAGE + at % PAGE) * CELL + head * STEP
+        places = (pages * PAGE + (start + rows) % PAGE) * CELL + head * STEP
+    return places
 
 
 @triton.jit
-def _load_pairs(
+def _widen(pairs, number: tl.constexpr, kind: tl.constexpr):
+    """(first, second) numbers of `pairs` as dtype `kind`, exactly; pairs: int16 that hold two
+    numbers of one-byte dtype `number` each.
+
+    Two to five instructions for four numbers; casts would take three times as many.
+    """
+    if number == tl.int8:
+        assembly: tl.constexpr = _INT8_TO_HALF
+    elif number == tl.float8e4nv:
+        assembly: tl.constexpr = _E4M3_TO_HALF
+    else:
+        assembly: tl.constexpr = _E5M2_TO_HALF
+    first, second = tl.inline_asm_elementwise(
+        assembly, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
+    return first.to(kind), second.to(kind)
+
+
+@triton.jit
+def _fit_half(first, second):
+    """(first, second, units [M]): rows [M, ..] of bfloat16 in units of a power of two, as float16:
+    exact, but for numbers below 2**-31 of their row's greatest. Other dtypes are unchanged.
+    """
+    units = tl.zeros((first.shape[0],), tl.float32) + 1.0
+    if first.dtype == tl.bfloat16:
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
+        peak = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
+        power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        units = tl.maximum(power, 2.0**-100) * 2.0**-14
+        first = (first / units[:, None]).to(tl.float16)
+        second = (second / units[:, None]).to(tl.float16)
+    return first, second, units
+
+
+@triton.jit
+def _sweep_bytes(
+    acc,
+    odd,
+    top,
+    total,
+    queries,
+    odd_queries,
+    position,
     kv,
-    places,
-    known,
-    kind: tl.constexpr,
+    table,
+    head,
+    low,
+    high,
+    k_scale,
+    CELL: tl.constexpr,
+    STEP: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """(even dims, odd dims) of the values in a pool of one-byte numbers, as dtype `kind`, [BLOCK_N,
-    DP // 2] each.
+    """`_sweep` over a pool of one-byte numbers. queries and odd_queries, acc and odd: even and odd
+    dims, [M, DP // 2] each.
 
-    They are read in pairs, as 16-bit numbers: 16 bytes are then copied at once, as for keys; the
-    layout that a product of single bytes needs would allow only 8.
+    Numbers are read in pairs, 16 bytes a thread, and widened in the registers of the products.
     """
-    NUMBER: tl.constexpr = kv.dtype.element_ty
+    number: tl.constexpr = kv.dtype.element_ty
     pairs = kv.to(tl.pointer_type(tl.int16), bitcast=True)
     halves = tl.arange(0, DP // 2)
-    cells = pairs + (places[:, None] + D) // 2 + halves[None, :]
-    both = tl.load(cells, mask=known[:, None] & (halves < D // 2)[None, :], other=0)
-    even = both.to(tl.int8).to(NUMBER, bitcast=True).to(kind)
-    odd = (both >> 8).to(tl.int8).to(NUMBER, bitcast=True).to(kind)
-    return even, odd
+    keys = low + tl.arange(0, BLOCK_N)
+    pages = _pages_of(table, low, high, PAGE, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        at = start - low + keys
+        places = _places_of(pages, start, head, CELL // 2, STEP // 2, PAGE, BLOCK_N)
+        pages = _pages_of(table, start + BLOCK_N, high, PAGE, BLOCK_N)
+        cells = pairs + places[:, None] + halves[None, :]
+        inside = (at < high)[:, None] & (halves < D // 2)[None, :]
+        even_key, odd_key = _widen(tl.load(cells, mask=inside, other=0), number, queries.dtype)
+        scores = tl.dot(queries, tl.trans(even_key), input_precision=PRECISION)
+        scores = tl.dot(odd_queries, tl.trans(odd_key), scores, input_precision=PRECISION)
+        weights, top, keep = _weigh(
+            scores,
+            at,
+            high,
+            position,
+            top,
+            k_scale,
+            SCALE,
+            WINDOW,
+            SOFTCAP,
+            True,
+        )
+        both = tl.load(cells + D // 2, mask=inside, other=0)
+        even_value, odd_value = _widen(both, number, queries.dtype)
+        total = total * keep + tl.sum(weights, 1)
+        weights = weights.to(queries.dtype)
+        acc = tl.dot(weights, even_value, acc * keep[:, None], input_precision=PRECISION)
+        odd = tl.dot(weights, odd_value, odd * keep[:, None], input_precision=PRECISION)
+    return acc, odd, top, total
 
 
 @triton.jit
 def _sweep(
     acc,
-    odd,
     top,
     total,
     queries,
@@ -157,22 +272,21 @@ def _sweep(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
-    PAIRED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the keys [low, high) of one sequence and key head to the running softmax (acc, odd, top,
+    """Add the keys [low, high) of one sequence and key head to the running softmax (acc, top,
     total) of a tile.
 
     queries [M, DP] and their remaining numbers rest [M, RP], if any; position [M]: of the rows;
     table points at the sequence's pages. MASKED: a row may not see all of these keys, or high is
-    not a multiple of BLOCK_N. PAIRED: the pool's numbers are one byte each, acc has the sums of
-    even dims and odd those of odd dims, [M, DP // 2] each; else acc has all sums, [M, DP], and odd
-    is returned unchanged.
+    not a multiple of BLOCK_N.
     """
     keys = low + tl.arange(0, BLOCK_N)
+    pages = _pages_of(table, low, high, PAGE, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         at = start - low + keys
-        places = _places_of(table, at, high, head, CELL, STEP, PAGE, MASKED)
+        places = _places_of(pages, start, head, CELL, STEP, PAGE, BLOCK_N)
+        pages = _pages_of(table, start + BLOCK_N, high, PAGE, BLOCK_N)
         cells = kv + places[:, None] + dims[None, :]
         inside = (dims < D)[None, :]
         if MASKED:
@@ -198,18 +312,11 @@ def _sweep(
             SOFTCAP,
             MASKED,
         )
-        if SHARED:
-            value = key
-        elif PAIRED:
-            value, other = _load_pairs(kv, places, at < high, queries.dtype, D, DP)
-        else:
-            value = tl.load(cells + D, mask=inside, other=0.0).to(queries.dtype)
+        value = key if SHARED else tl.load(cells + D, mask=inside, other=0.0).to(queries.dtype)
         total = total * keep + tl.sum(weights, 1)
         weights = weights.to(queries.dtype)
         acc = acc * keep[:, None] + tl.dot(weights, value, input_precision=PRECISION)
-        if PAIRED:
-            odd = odd * keep[:, None] + tl.dot(weights, other, input_precision=PRECISION)
-    return acc, odd, top, total
+    return acc, top, total
 
 
 @triton.jit
@@ -332,44 +439,72 @@ def decode_attention(
         high = tl.minimum(low + span, length)
         heads = head * G + rows
         inside = (rows < G)[:, None] & (dims < D)[None, :]
-        queries, rest = _load_queries(q, seq * H + heads, rows < G, dims, D, REST, RP)
         k_scale, v_scale = _load_scales(kv_scales, head, SCALED)
         position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
         top, total = _unseen(sinks, heads, rows < G, split == 0, BLOCK_M, SINKS)
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        acc, odd, top, total = _sweep(
-            acc,
-            acc,
-            top,
-            total,
-            queries,
-            rest,
-            position,
-            kv,
-            page_table + seq * P,
-            head,
-            low,
-            high,
-            k_scale,
-            dims,
-            CELL,
-            STEP,
-            SHARED,
-            REST,
-            RP,
-            D,
-            DP,
-            PAGE,
-            BLOCK_N,
-            SCALE,
-            WINDOW,
-            SOFTCAP,
-            True,
-            PAIRED,
-            PRECISION,
-        )
         if PAIRED:
-            acc = tl.interleave(acc, odd)
+            halves = 2 * tl.arange(0, WIDTH)
+            even, _ = _load_queries(q, seq * H + heads, rows < G, halves, D, 0, 0)
+            odd, _ = _load_queries(q, seq * H + heads, rows < G, halves + 1, D, 0, 0)
+            even, odd, units = _fit_half(even, odd)
+            acc, odd_acc, top, total = _sweep_bytes(
+                acc,
+                acc,
+                top,
+                total,
+                even,
+                odd,
+                position,
+                kv,
+                page_table + seq * P,
+                head,
+                low,
+                high,
+                units * k_scale,
+                CELL,
+                STEP,
+                D,
+                DP,
+                PAGE,
+                BLOCK_N,
+                SCALE,
+                WINDOW,
+                SOFTCAP,
+                PRECISION,
+            )
+            acc = tl.interleave(acc, odd_acc)
+        else:
+            queries, rest = _load_queries(q, seq * H + heads, rows < G, dims, D, REST, RP)
+            acc, top, total = _sweep(
+                acc,
+                top,
+                total,
+                queries,
+                rest,
+                position,
+                kv,
+                page_table + seq * P,
+                head,
+                low,
+                high,
+                k_scale,
+                dims,
+                CELL,
+                STEP,
+                SHARED,
+                REST,
+                RP,
+                D,
+                DP,
+                PAGE,
+                BLOCK_N,
+                SCALE,
+                WINDOW,
+                SOFTCAP,
+                True,
+                PRECISION,
+            )
         acc = acc * v_scale
         if length - start <= span:
             done = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -514,8 +649,7 @@ def prompt_attention(
         whole = tl.maximum(before + skip - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     else:
         whole = (before + skip + 1) // BLOCK_N * BLOCK_N  # keys that all rows see
-        acc, _, top, total = _sweep(
-            acc,
+        acc, top, total = _sweep(
             acc,
             top,
             total,
@@ -542,11 +676,9 @@ def prompt_attention(
             WINDOW,
             SOFTCAP,
             False,
-            False,
             PRECISION,
         )
-    acc, _, top, total = _sweep(
-        acc,
+    acc, top, total = _sweep(
         acc,
         top,
         total,
@@ -573,7 +705,6 @@ def prompt_attention(
         WINDOW,
         SOFTCAP,
         True,
-        False,
         PRECISION,
     )
     done = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]

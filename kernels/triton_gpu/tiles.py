@@ -63,8 +63,8 @@ _ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
     (80, 64, 2): (DecodeTiles(64, 256, 32, 108 * 4, 4, 3), PromptTiles(128, 64, 8, 2)),
     (80, 128, 2): (DecodeTiles(32, 256, 32, 108 * 4, 4, 3), PromptTiles(128, 32, 8, 2)),
     (80, 256, 2): (DecodeTiles(32, 256, 32, 108 * 2, 4, 2), PromptTiles(64, 32, 8, 2)),
-    (89, 64, 2): (DecodeTiles(64, 256, 32, 58 * 4, 4, 3), PromptTiles(128, 64, 8, 2)),
-    (89, 128, 2): (DecodeTiles(32, 256, 32, 58 * 4, 4, 3), PromptTiles(128, 32, 8, 2)),
+    (89, 64, 2): (DecodeTiles(64, 256, 32, 58 * 4, 4, 2), PromptTiles(128, 64, 8, 2)),
+    (89, 128, 2): (DecodeTiles(32, 256, 32, 58 * 4, 4, 2), PromptTiles(128, 32, 8, 2)),
     (89, 256, 2): (DecodeTiles(32, 256, 32, 58 * 2, 4, 2), PromptTiles(64, 32, 8, 2)),
     (90, 64, 2): (DecodeTiles(64, 256, 32, 132 * 4, 4, 3), PromptTiles(128, 64, 8, 3)),
     (90, 128, 2): (DecodeTiles(64, 256, 32, 132 * 3, 4, 3), PromptTiles(128, 64, 8, 3)),
@@ -92,16 +92,26 @@ _ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
 _WIDE: dict[tuple[int, int, int], DecodeTiles] = {
     (80, 128, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
     (80, 256, 2): DecodeTiles(32, 256, 32, 108, 8, 2),
-    (89, 64, 2): DecodeTiles(64, 256, 32, 58 * 3, 4, 3),
-    (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
+    (89, 64, 2): DecodeTiles(64, 256, 32, 58 * 3, 4, 2),
+    (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 2),
     (89, 256, 2): DecodeTiles(32, 256, 32, 58, 4, 2),
+    (90, 128, 2): DecodeTiles(64, 256, 32, 132 * 3, 4, 2),
 }
-#: The same for pools of one-byte numbers (int8, fp8), where sums of even and of odd dims take
-#: registers.
+#: Decode tiles for pools of one-byte numbers (int8, fp8) with up to 16 query heads: widened to
+#: float16, they take fewer registers than bfloat16, and half the shared memory.
+_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
+    (80, 512, 2): DecodeTiles(16, 256, 32, 108, 8, 3),
+    (89, 64, 2): DecodeTiles(64, 256, 32, 58 * 4, 4, 3),
+    (89, 128, 2): DecodeTiles(32, 256, 32, 58 * 4, 4, 3),
+    (90, 128, 2): DecodeTiles(64, 256, 32, 132 * 4, 4, 4),
+    (90, 512, 2): DecodeTiles(16, 256, 32, 132, 8, 3),
+}
+#: The same with more query heads, where sums of even and of odd dims take registers.
 _WIDE_BYTE_POOLS: dict[tuple[int, int, int], DecodeTiles] = {
     (80, 64, 2): DecodeTiles(32, 256, 32, 108 * 3, 4, 3),
     (89, 64, 2): DecodeTiles(32, 256, 32, 58 * 3, 4, 3),
     (90, 64, 2): DecodeTiles(32, 256, 32, 132 * 3, 4, 3),
+    (90, 128, 2): DecodeTiles(64, 256, 32, 132 * 3, 4, 3),
 }
 #: (generation, bytes per activation) -> tiles if keys serve as values: up to 512 numbers of a key
 #: are also the value, and 64 are not. Prompt kernels on sm_90 spill up to 32 bytes a thread for
@@ -184,8 +194,9 @@ def attention_tiles(
     decode, prompt = _ATTENTION[key]
     if group > 16:
         decode = _WIDE.get(key, decode)
-        if pool_itemsize == 1:
-            decode = _WIDE_BYTE_POOLS.get(key, decode)
+    if pool_itemsize == 1:
+        byte_pools = _WIDE_BYTE_POOLS if group > 16 else _BYTE_POOLS
+        decode = byte_pools.get(key, decode)
     return decode, prompt
 
 

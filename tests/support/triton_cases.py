@@ -90,6 +90,19 @@ def check_attention(case: Case, kernels: TritonKernels = KERNELS) -> dict[str, A
     }
 
 
+def bfloat16_over_int8() -> dict[str, Any]:
+    """Greatest error, relative for outputs above 1, of bfloat16 queries that float16 could not hold
+    or would round to zero, over an int8 pool. The interpreter's products of float16 are right.
+    """
+    batch = make(replace(ATTENTION["decode"], dtype="bfloat16", pool="int8"))
+    factors = np.array([1, 2.0**20, 2.0**-40, 1, 1, 1, 1, 1], np.float32)[:, None, None]
+    batch = replace(batch, q=(batch.q.astype(np.float32) * factors).astype(batch.q.dtype))
+    o, kv = attend(batch)
+    expected = attention(batch, kv)
+    errors = np.abs(o[: batch.n_rows].astype(np.float32) - expected)
+    return {"error": float((errors / np.maximum(1, np.abs(expected))).max())}
+
+
 def rows_of(batch: Batch, seq: int) -> slice:
     cu_q = np.asarray(batch.meta.cu_q)
     return slice(cu_q[seq], cu_q[seq + 1])
@@ -529,6 +542,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         )
         for name in ("mixed", "window in mixed", "decode")
     },
+    "queries: bfloat16 over int8": bfloat16_over_int8,
     "invariance: alone and in a crowd": alone_and_in_a_crowd,
     "invariance: in chunks": in_chunks,
     "rotation: plain": lambda: check_rotation(SHORT, False),

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptx
 import triton.language as tl
 from triton.runtime.interpreter import (
     InterpretedFunction,
@@ -57,6 +58,38 @@ def _convert(src: Any, dst_type: Any, rounding_mode: Any) -> TensorHandle:
 
 
 interpreter_builder.create_fp_to_fp = _convert
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The results of an operation that has several."""
+
+    handles: list[TensorHandle]
+
+    def get_result(self, index: int) -> TensorHandle:
+        return self.handles[index]
+
+
+def _assemble(
+    assembly: str,
+    constraints: str,
+    values: list[TensorHandle],
+    types: list[Any],
+    is_pure: bool,
+    pack: int,
+) -> _Results:
+    """Inline assembly over words of `pack` elements; results have as many bytes an element."""
+    words = [np.ascontiguousarray(value.data).view(np.uint32) for value in values]
+    outputs = ptx.run(assembly, words, len(types))
+    handles = []
+    for output, kind in zip(outputs, types, strict=True):
+        data = output.view(np.dtype(kind.scalar.name.replace("fp", "float")))
+        assert data.shape == values[0].data.shape
+        handles.append(TensorHandle(data, kind.scalar))
+    return _Results(handles)
+
+
+interpreter_builder.create_inline_asm = _assemble  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)

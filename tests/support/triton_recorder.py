@@ -108,16 +108,53 @@ def compile_call(call: Call, sm: int) -> Resources:
 
 def assemble(ptx: str, sm: int) -> tuple[int, int]:
     """(registers a thread, bytes spilled) as ptxas reports them."""
+    report = _run_ptxas(ptx, sm, "/dev/null")
+    registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
+    return registers, sum(map(int, re.findall(r"(\d+) bytes spill", report)))
+
+
+def longest_loop(ptx: str, sm: int, folder: Path) -> list[str]:
+    """The machine instructions of the longest innermost loop, each without its operands; files go
+    into `folder`.
+    """
+    _run_ptxas(ptx, sm, str(folder / "kernel.cubin"))
+    listing = subprocess.run(
+        [str(PROGRAMS / "nvdisasm"), "-c", str(folder / "kernel.cubin")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif found := re.match(r"\s+/\*\w{4,}\*/\s+(?:@!?U?P\w+ )?\s*(\S+)(.*);", line):
+            names.append(found[1])
+            target = re.search(r"`\((\.L_x_\d+)\)", found[2]) if found[1] == "BRA" else None
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], len(names)))
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any(first <= a and b <= last for a, b in loops if (a, b) != (first, last))
+    ]
+    first, last = max(innermost, key=lambda loop: loop[1] - loop[0])
+    return names[first:last]
+
+
+def _run_ptxas(ptx: str, sm: int, output: str) -> str:
+    """Assemble to the file `output` -> the assembler's report."""
     command = [
         str(PROGRAMS / ("ptxas-blackwell" if sm >= 100 else "ptxas")),
         "-v",
         f"--gpu-name=sm_{sm}{'a' if sm >= 90 else ''}",
         "-",
         "-o",
-        "/dev/null",
+        output,
     ]
-    report = subprocess.run(
+    return subprocess.run(
         command, input=ptx, capture_output=True, text=True, check=True, timeout=300
     ).stderr
-    registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
-    return registers, sum(map(int, re.findall(r"(\d+) bytes spill", report)))

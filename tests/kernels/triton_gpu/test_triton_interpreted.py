@@ -54,6 +54,11 @@ def test_attention_matches_numpy(results: dict[str, dict[str, Any]]):
     }
 
 
+def test_bfloat16_queries_of_any_size_meet_keys_of_one_byte(results: dict[str, dict[str, Any]]):
+    """bfloat16 rounds results of about 1 to 2**-8."""
+    assert results["queries: bfloat16 over int8"]["error"] < 2**-8
+
+
 def test_the_pool_holds_what_was_written_and_nothing_else_changed(
     results: dict[str, dict[str, Any]],
 ):
