@@ -44,8 +44,9 @@ _MOST_IDLE = 0.02
 #: Late planning: seconds between two checks whether the step is done; they begin after this share
 #: of its shortest expected time.
 _LOOK_S, _LOOK_FROM = 0.001, 0.85
-#: Seconds between two checks whether a segment of a step that is cut is done.
-_FEED_S = 0.003
+#: Seconds between two checks whether a segment of a step that is cut is done: a quarter of its
+#: expected time, but at least this.
+_FEED_S, _FEEDS = 0.003, 4
 #: Late planning: number of steps whose median time for planning, packing and launching is expected
 #: again, and that time in seconds before any step.
 _LAUNCHES, _FIRST_LAUNCH_S = 15, 0.002
@@ -262,15 +263,16 @@ class EngineCore:
             return 0.0
         if not self.scheduler.has_place:
             return 0.0
+        if flight.plan_within is None:
+            flight.plan_within = self._plan_within(flight.plan)
+        earliest, latest = flight.plan_within
         if flight.is_cut:
             if self.scheduler.goes_between(flight.plan):
                 return 0.0 if self.runner.has_paused(flight.launched_step) else _LOOK_S
             flight.is_cut = self.runner.feed(flight.launched_step)
             if flight.is_cut:
-                return _FEED_S
-        if flight.plan_within is None:
-            flight.plan_within = self._plan_within(flight.plan)
-        earliest, latest = flight.plan_within
+                segments = self.scheduler.buckets.segments(flight.plan.bucket)
+                return max(_FEED_S, earliest / (_FEEDS * segments))
         began = flight.launched if self._ready is None else max(flight.launched, self._ready)
         began += flight.between_s
         now = self.clock()
