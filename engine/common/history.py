@@ -308,7 +308,9 @@ class History(RequestRecords):
         self.adapters |= {number: name for name, number in info.model.adapters.items()}
 
     def core_ready(self, info: EngineInfo) -> None:
-        """Prepare for a new core: its step numbers begin anew, the history's go on."""
+        """Prepare for a new core, whose step numbers begin anew, while those of the history
+        continue.
+        """
         self.ready_at = self.clock()
         self.incidents.core_ready(self.ready_at)
         self.seats = [None] * info.sizes.seats

@@ -85,7 +85,9 @@ class Incidents:
         self._stopped.add(stream)
 
     def outage_began(self, cause: str, *, n_resumed: int, n_lost: int) -> None:
-        """Begin an outage: a core is lost. If none was ready since the last one, extend that."""
+        """Begin an outage: a core that served is lost. If none was ready since, extend the last
+        one.
+        """
         last, n_streams = self._outage, len(self._stopped)
         if last is not None and last.ready is None:
             last.cause, last.restart = cause, last.restart + 1

@@ -86,7 +86,9 @@ class TimeSlices:
             work.close()
 
     async def blocks(self, pieces: Pieces) -> AsyncGenerator[bytes]:
-        """`pieces` in blocks of 64 kB; the reader's time is free. Raises RequestError busy."""
+        """`pieces` joined to blocks of 64 kB; no slice is held while the reader works. Raises
+        RequestError busy.
+        """
         self._enter()
         try:
             block = bytearray()

@@ -157,7 +157,9 @@ class AdapterManager:
         return _REMOVED if request.adapter in self._retired else None
 
     def hold(self, request: EngineRequest) -> bool:
-        """Hold a request until its adapter is installed. False if it need not wait."""
+        """Hold a request whose adapter is not installed yet, until `tend` returns it. False if it
+        need not wait.
+        """
         if not request.adapter or request.adapter in self._installed:
             return False
         if all(request.adapter != one.adapter.number for one in self._coming):

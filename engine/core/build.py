@@ -272,7 +272,9 @@ def _measure_ceiling(setup: Setup, model: Model, kernels: KernelSet) -> DeviceCe
 
 
 def _lay_out(model: Model, kernels: KernelSet, mesh: Mesh | None) -> None:
-    """Pack a model's matrices for the kernel set. mesh: that they are split over, if any."""
+    """Pack a model's matrices for the kernel set. mesh: the mesh over which they are split, if
+    any.
+    """
     if mesh is None:
         model.pack(kernels)
         return
@@ -438,7 +440,9 @@ def _make_programs(
 
 
 def _keep_own(setup: Setup) -> Callable[[Iterable[object]], KeptPrograms] | None:
-    """Opens the store of compiled programs; None: several devices, or no cache folder."""
+    """A function that opens the store of compiled programs; None for several devices or without a
+    cache folder.
+    """
     folder = jax.config.jax_compilation_cache_dir
     if setup.mesh is not None or not setup.settings.compilation_cache or not folder:
         return None

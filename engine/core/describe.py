@@ -27,7 +27,9 @@ from jitney.kernels.interface import KernelSet
 
 
 def window_pages(setup: Setup, programs: StepPrograms) -> dict[int, int]:
-    """Window -> pages, the trash page included, of each cache group beside the first."""
+    """By window the pages, the trash page included, of each cache group that has its own beside
+    the first.
+    """
     groups = setup.source.config.cache_groups[1:]
     windows = [group.window for group in groups]
     return dict(zip(windows, programs.sizes.group_pages[1:], strict=False))

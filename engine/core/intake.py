@@ -73,7 +73,9 @@ class Intake:
             _log.warning("no answer can be held to a grammar: %s", error)
 
     def set_adapters(self, message: SetAdapters, *, asleep: bool) -> AdaptersSet | None:
-        """Change the served adapters. -> the answer, if it is known at once."""
+        """Change the served adapters. -> the answer if it is known at once; else a later report
+        contains it.
+        """
         if self.adapters is None:
             return AdaptersSet(message.ticket, _NO_ADAPTERS)
         if asleep:

@@ -172,7 +172,9 @@ class LLM:
         *,
         adapter: str = "",
     ) -> list[_RequestOutput]:
-        """Answer conversations, as messages of the chat completions API. adapter: as above."""
+        """Answer one or several conversations, with messages as in the chat completions API.
+        adapter: see `generate`.
+        """
         conversations: Any = messages
         if messages and isinstance(messages[0], dict):
             conversations = [messages]

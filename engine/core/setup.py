@@ -131,7 +131,9 @@ class Setup:
 
     @property
     def dimensions(self) -> tuple[int, ...] | None:
-        """Lengths of truncated vectors; empty: any; None: no vectors. Raises ModelError."""
+        """Lengths to which vectors may be truncated; empty: any length; None: no vectors are made.
+        Raises ModelError.
+        """
         if self.pooling in ("off", "classify"):
             return None
         return self.source.stated_dimensions()
@@ -274,7 +276,9 @@ def _smallest_bucket(kernels: KernelSet) -> int:
 
 
 def start_device(config: Config, kernel_sets: Iterable[str]) -> tuple[list[KernelSet], np.dtype]:
-    """Start jax without a model; (these kernel sets, the dtype). Raises ConfigError."""
+    """Start jax without a model; (the kernel sets with these names, the dtype) for its device.
+    Raises ConfigError.
+    """
     platform = start_jax(config)[0].platform
     kernels = [_choose_kernels(platform, name) for name in kernel_sets]
     return kernels, _choose_dtype(config.model.dtype, platform)
@@ -289,7 +293,9 @@ def _choose_kernels(platform_name: str, name: str, heads: ServedHeads | None = N
 
 
 def _choose_dtype(name: str, platform_name: str) -> np.dtype:
-    """The dtype of activations; auto: bfloat16 if the device multiplies it natively."""
+    """The dtype of weights, activations and KV; auto: bfloat16 if the device multiplies it
+    natively.
+    """
     if name != "auto":
         return jnp.dtype(name)
     if platform_name != "cpu" or bfloat16_features():

@@ -68,7 +68,9 @@ class WorkerAdapters:
         self.on_accepted: Callable[[dict[str, str]], None] | None = None
 
     def take(self, message: AdapterMessage | Accept | Refused) -> None:
-        """Handle a message of host 0, between two steps. Raises the device's error."""
+        """Handle a message of host 0, between two steps. Raises the device's error if weights
+        cannot be copied to it.
+        """
         match message:
             case ReadAdapters():
                 self._next_folders = {

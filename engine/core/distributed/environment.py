@@ -27,7 +27,9 @@ class _HostIdentity:
 
 
 def placed(config: Config, environ: Mapping[str, str]) -> Config:
-    """The configuration with coordinator auto replaced. Raises ConfigError."""
+    """The configuration with coordinator auto replaced by values from the environment. Raises
+    ConfigError.
+    """
     engine = config.engine
     if engine.coordinator != AUTO:
         return config

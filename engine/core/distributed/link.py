@@ -91,7 +91,9 @@ class Hosts(Protocol):
         ...
 
     def leave(self, reason: str, *, failed: bool) -> None:
-        """Tell the others that this host ends, or wait until a noticed loss is reported."""
+        """Tell the others that this host ends. If a loss was noticed first, wait until `Lost` has
+        returned.
+        """
         ...
 
 
@@ -156,7 +158,9 @@ class _Peer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, on_end: Callable[[_Peer, str, bool], None]) -> None:
-        """Read messages until the end. on_end: called with (peer, reason, it failed)."""
+        """Read messages until the end. on_end: called with the reason, and whether the peer
+        reported a failure.
+        """
         threading.Thread(target=self._read, args=(on_end,), daemon=True).start()
 
     def _read(self, on_end: Callable[[_Peer, str, bool], None]) -> None:
@@ -248,7 +252,9 @@ class Leader:
         lost: Lost,
         adapters: dict[str, int] | None = None,
     ) -> Leader:
-        """Wait for the other hosts. adapters: see `Welcome`. Raises ConfigError."""
+        """Wait for the other hosts. adapters: see `Welcome`. Raises ConfigError if one does not
+        join in time.
+        """
         gathering = _Gathering(n_hosts, own, report)
         address = HostAddress.read(coordinator)
         with address.listen() as listener:

@@ -77,7 +77,9 @@ def _digest(config: Config, source: ModelSource) -> str:
 
 
 def _ender(address: str) -> Lost:
-    """A callback that ends this process from any thread: calls for a lost host hang."""
+    """A callback that ends this process from any thread, as calls that wait for a lost host
+    hang.
+    """
 
     def lost(reason: str, failed: bool) -> None:
         code = "engine_dead" if failed else messages.Fatal.host_lost

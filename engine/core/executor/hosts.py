@@ -129,7 +129,9 @@ class Follower:
                 raise ConnectionError(f"host 0 said {message} where a step was expected")
 
     def _run(self, step: Step) -> None:
-        """Launch a step and wait for the one before, to stay one step ahead of the device."""
+        """Launch a step, then wait for the one before: the host stays one step ahead of its
+        device.
+        """
         bucket = Bucket(step.tokens, step.seats)
         before = self._output
         self._output, self._logits = self._runner.run(

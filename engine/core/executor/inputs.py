@@ -721,7 +721,9 @@ class BatchBuilder:
 
 
 def _add_scored(rows: _StepRows, chunk: Chunk, first: int) -> None:
-    """Add a prompt chunk's rows that return log-probabilities. first: the chunk's first row."""
+    """Add the rows of a prompt chunk that return log-probabilities. first: index of the chunk's
+    first row.
+    """
     row = first + chunk.score_start - chunk.start
     target = chunk.score_start + 1
     rows.score_rows += range(row, row + chunk.scored)

@@ -177,7 +177,9 @@ class PoolShares:
         return -(-max(_CHECKPOINT_TOKENS, equal) // self.page_size) * self.page_size
 
     def fit(self, limit_bytes: float, useful: int = sys.maxsize) -> PoolSizes:
-        """The pools that fit in `limit_bytes`. useful: pages of whole contexts in every seat."""
+        """The pools that fit in `limit_bytes`. useful: number of pages with which every seat can
+        hold a whole context.
+        """
         limit_bytes -= self.state_bytes()
         pages = int(min(limit_bytes // self.whole_page_bytes, useful))
         checkpoints = self._checkpoints(pages, _CHECKPOINT_SHARE * limit_bytes)

@@ -234,7 +234,9 @@ def _read(
 def _drafted(
     model: Llama, own: PredictionHead, head: Program, hidden: Hidden
 ) -> tuple[Array, Array]:
-    """Draft from R rows. -> (states to continue from [R, E], the likeliest tokens int32 [R])."""
+    """Draft from R rows of the head. -> (states from which it continues [R, E], the likeliest token
+    after each row int32 [R]).
+    """
     states, logits = own.drafted(hidden, model, head.kernels)
     return states, own.token_ids(head.vocabulary.greedy(logits))
 

@@ -597,7 +597,9 @@ class Program:
         return jax.jit(choose, donate_argnums=(1, 2)).lower(*args)
 
     def lower_pick(self, logit_rows: int, rows: int, state: DeviceState) -> jax.stages.Lowered:
-        """Lower what picks `rows` of a step's logits for `choose`; indices are clipped."""
+        """Lower the program that picks `rows` of a step's logits for `choose`; indices beyond the
+        end are clipped.
+        """
         vocab = state.seats.counts.shape[1]
         logits = _shape_on(self.mesh, (logit_rows, vocab), jnp.float32, _COLUMNS)
         args = logits, self.whole((rows,), jnp.int32)

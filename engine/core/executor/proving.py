@@ -83,7 +83,9 @@ def _shown(proof: Proof) -> KernelProof:
 def served_by(
     model: Model, own: ModelConfig, sizes: StateSizes, buckets: Buckets, dtype: DTypeLike
 ) -> ServedShapes:
-    """The shapes in which an engine calls its kernels. model: of all devices; own: of one."""
+    """The shapes in which an engine calls its kernels. model: over all devices. own: one device's
+    configuration.
+    """
     table = 0
     if own.tie_embeddings:
         table = own.vocab_share

@@ -261,7 +261,9 @@ class Runner:
             row.chunk.seq.drafts = _known(drafts[row.seat])
 
     def choose(self, launched: LaunchedStep, rows: list[MaskedRow], masks: np.ndarray) -> None:
-        """Dispatch the program that chooses these rows of the last step under masks."""
+        """Dispatch the program that chooses the tokens of these rows of the last step, under
+        masks.
+        """
         logits, launched.logits = launched.logits, None
         assert logits is not None  # the launch kept them, since the plan has masked rows
         computed = logits.shape[0]

@@ -63,7 +63,9 @@ def _shape(rows: LogitRows, seats: SeatState, sampling: Array) -> Array:
 
 
 def _mask(logits: Array, masks: Array) -> Array:
-    """-inf where masks int32 [S, ceil(V / 32)] forbid a token; NaN in non-finite rows."""
+    """Set logits to -inf where masks int32 [S, ceil(V / 32)] forbid them; NaN in non-finite
+    rows.
+    """
     allowed = jnp.where(unpack_masks(masks, logits.shape[-1]), logits, -jnp.inf)
     whole = jnp.isfinite(jnp.max(logits, axis=-1, keepdims=True))
     return jnp.where(whole, allowed, jnp.nan)
@@ -140,7 +142,9 @@ class RowSampler:
 
 
 class SamplerParts:
-    """Compiles the sampler for each number of rows, on one device. state: may be shapes."""
+    """Compiles the sampler programs once for each number of rows; for one device. state: arrays or
+    shapes.
+    """
 
     def __init__(self, program: Program, state: DeviceState):
         self._program = program

@@ -90,7 +90,9 @@ class SeatState(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Result of a step per logit row. token -1: logits not finite; REJECTED: a wrong draft."""
+    """Result of one step, per logit row. token -1: the row's logits are not finite; REJECTED: its
+    draft is wrong.
+    """
 
     tokens: Array  # int32 [S]
     logprobs: Array  # float32 [S] of `tokens` under the model's own distribution
@@ -294,7 +296,9 @@ class Sampler:
     def choose_tokens(
         self, logits: Array, rows: SamplingRows, allowed: Array | None = None
     ) -> Array:
-        """Shaped logits [S, V] -> tokens int32 [S]. allowed: bool [S, V] or None."""
+        """Choose one token for each row of shaped logits [S, V] -> int32 [S]. allowed: bool [S, V]
+        or None.
+        """
         if allowed is not None:
             logits = jnp.where(allowed, logits, -jnp.inf)
         chosen = self.vocabulary.greedy(logits)

@@ -59,7 +59,9 @@ class SeatTokens:
     last: Any  #: int32 [M], or its shape
 
     def fill(self, inputs: Any) -> tuple[Any, DraftRows | None]:
-        """Fill in unknown tokens. -> (the step's upload, the drafts of its logit rows)."""
+        """Fill in the tokens that the host did not know. -> (the step's upload, the drafts of its
+        logit rows).
+        """
         sampled = jnp.maximum(self.last[inputs.token_seats], 0)
         return inputs._replace(tokens=jnp.where(inputs.tokens >= 0, inputs.tokens, sampled)), None
 

@@ -152,7 +152,9 @@ class StepParts:
             self._start_heads(pool, output.rows)
 
     def _start_heads(self, pool: Executor, rows: Any) -> None:
-        """Begin to compile the head programs. rows: shapes, equal in all model programs."""
+        """Begin to compile the head programs. rows: shapes of any model program's rows; all are
+        equal.
+        """
         for size in self._sizes:
             if size not in self._heads:
                 head = jax.jit(partial(_run_head, self._program, size))

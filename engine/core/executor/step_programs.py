@@ -218,7 +218,9 @@ class StepPrograms:
             self.board_tokens = board.lower(tokens, seat, row).compile()
 
     def _compile_pools(self) -> None:
-        """Compile each mixed bucket's program for vectors of prompts, if the engine pools."""
+        """Compile the programs that make vectors of prompts, one for each mixed bucket, if the
+        engine pools.
+        """
         if self.step.pooling is None:
             return
         width, dtype = self.config.hidden_size, self._hidden_dtype

@@ -77,7 +77,9 @@ def own_processors() -> Sequence[int]:
 
 
 def _choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> _Processors:
-    """One processor of each core within the quota, or `wanted` ones. Raises ConfigError."""
+    """Choose one processor of each core within the quota, or `wanted` processors. Raises
+    ConfigError.
+    """
     if wanted > len(allowed):
         raise ConfigError(
             f"threads: {wanted} are more than the {len(allowed)} processors that may be used here"
@@ -138,7 +140,9 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """Processors that a control group allows; None: no limit, or it cannot be read."""
+    """Number of processors that a control group allows; None if it has no limit or cannot be
+    read.
+    """
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

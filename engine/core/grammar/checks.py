@@ -80,7 +80,9 @@ class Grammars:
             return Checked(None, self._unfinished[1])
 
     async def _without_endless(self, grammar: Grammar, result: Checked) -> Checked:
-        """Check again without lax schemas that time out alone; `result`: none or many do."""
+        """Check again without lax schemas that time out alone; `result` if there are none or
+        many.
+        """
         # Imported only here: no other grammar needs these rules in the server.
         from jitney.engine.core.grammar.embedding import schemas, with_schemas
         from jitney.engine.core.grammar.enforcement import Enforced, bare

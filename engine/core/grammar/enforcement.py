@@ -114,7 +114,9 @@ class Enforcer:
     deadline: float = field(default_factory=lambda: time.monotonic() + _MOST_SECONDS)
 
     def enforced(self, schema: JsonDict) -> Enforced:
-        """The supported part of a schema. Raises RequestError naming the place if strict."""
+        """The part of a schema that llguidance supports. Raises RequestError naming the place if
+        strict.
+        """
         terms, _ = Terms.split(schema)
         supported, left_out = by_rules(schema)
         try:

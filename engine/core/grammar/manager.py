@@ -105,7 +105,9 @@ class GrammarManager:
         return None if new_matcher is None else _Verdict(entry, new_matcher)
 
     def masks(self, plan: Plan) -> _Masks:
-        """The masks of a plan's rows but for ended sequences, late masks, forbidden drafts."""
+        """The masks of a plan's rows, without those of ended sequences, late masks, and drafts that
+        grammars forbid.
+        """
         open_rows = [row for row in plan.masked if row.chunk.seq.finish is None]
         self._begin([row.chunk for row in open_rows])
         masks = self._matchers.masks(len(open_rows))
@@ -130,7 +132,9 @@ class GrammarManager:
         return result._replace(masks=masks[: len(result.rows)])
 
     def _begin(self, chunks: list[Chunk]) -> None:
-        """Start computing the masks of next tokens and behind drafts; wait a little."""
+        """Start computing the masks of the next tokens, and of those behind drafts, and wait for
+        them a little.
+        """
         widths = {chunk.seq: chunk.draft for chunk in chunks}  # its last draft stands last
         awaited = False
         for seq, width in widths.items():

@@ -90,7 +90,9 @@ class _Allowance:
     left_s: float = _REQUEST_S
 
     def spend(self, seconds: float, tokens: int) -> None:
-        """Subtract a mask's time after `tokens` new tokens. Raises RequestError."""
+        """Subtract the time of a mask after `tokens` new tokens. Raises RequestError if none is
+        left.
+        """
         self.left_s = min(_REQUEST_S, self.left_s + _TOKEN_S * tokens) - seconds
         if self.left_s < 0:
             raise RequestError(

@@ -291,7 +291,9 @@ def _controlled(texts: JsonValue) -> str:
 
 
 def _uncounted(schema: JsonDict) -> str:
-    """Why minProperties is not enforced, or "": an unlisted name written twice counts once."""
+    """The reason not to enforce minProperties, or "": an unlisted name can be written twice, and
+    counts once.
+    """
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if not isinstance(least, int) or not isinstance(required, list):
         return ""

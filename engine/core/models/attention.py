@@ -22,7 +22,9 @@ from jitney.kernels.w8a8 import RoundedRows
 
 
 class Mixer(Layer):
-    """A layer's first half, which mixes a sequence's rows; qkv is its first matrix, o its last."""
+    """The first half of a layer, which mixes the rows of a sequence. qkv is its first matrix, o its
+    last.
+    """
 
     qkv: Linear
     o: Linear
@@ -99,7 +101,9 @@ class Attention(Mixer):
     def attended(
         self, heads: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array]:
-        """heads [T, H + 2K, D] of queries, keys, values -> (output [T, H * D], kv)."""
+        """heads [T, H + 2K, D] of queries, keys and values -> (the attention output [T, H * D],
+        kv).
+        """
         factors, options = self._pool_factors(), self.options()
         if kernels.rotate_and_write is None:
             q, k, v = self.rotated(heads, rope, kernels)
@@ -134,7 +138,9 @@ class Attention(Mixer):
         return {"kv_scales": self.kv_scales[...]}
 
     def rotated(self, heads: Array, rope: Rope, kernels: Kernels) -> tuple[Array, Array, Array]:
-        """heads [T, H + 2K, D] -> q [T, H, D], k (both normed, rotated) and v [T, K, D]."""
+        """heads [T, H + 2K, D] -> q [T, H, D] and k [T, K, D], normed and rotated, and v [T, K,
+        D].
+        """
         q, k, v = jnp.split(heads, [self.n_heads, self.n_heads + self.n_kv_heads], axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)

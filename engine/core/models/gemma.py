@@ -32,6 +32,8 @@ class Gemma(Llama):
     hf, gguf = _HF, _GGUF
 
     def embedded(self, tokens: Array) -> Array:
-        """tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as in training."""
+        """Embeddings of tokens int32 [T] -> [T, E]; the scale is rounded to the dtype, as in
+        training.
+        """
         x = super().embedded(tokens)
         return scaled(x, float(np.asarray(self.config.hidden_size**0.5, x.dtype)))

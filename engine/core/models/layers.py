@@ -38,7 +38,9 @@ _DRAWN = (1 << 15, 1 << 17)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], spread: float, dtype: DTypeLike) -> Array:
-    """Random weights, drawn in float32: a bfloat16 model is the float32 one, rounded."""
+    """Random weights, drawn in float32 whatever the dtype: a bfloat16 model is the float32 one,
+    rounded.
+    """
     key, count = rngs.params(), math.prod(shape)
     enough = next((size for size in _DRAWN if size >= count), None)
     if enough is None or isinstance(key, Tracer):

@@ -98,7 +98,9 @@ class ExpertLinear(Linear):
         return self.kernel.ndim > 2
 
     def of(self, expert: Array, kernels: Kernels) -> Packed:
-        """The matrix of expert number `expert`, int32; not copied if kernels read stacks."""
+        """The matrix of expert number `expert`, int32; without a copy if the kernel set can read
+        one matrix of a stack.
+        """
 
         def part(array: Array) -> Array:
             size = array.shape[-1] // self.n_experts
@@ -188,7 +190,9 @@ class ExpertLinear(Linear):
             self._replace_apart(_set_apart(arrays, self.n_experts, pack, parts))
 
     def pack_shares(self, kernels: Kernels, mesh: Mesh) -> None:
-        """See `Linear.pack_shares`; also separates matrices for kernels of all blocks."""
+        """See `Linear.pack_shares`. The matrices are also separated if the kernel set multiplies
+        all blocks at once.
+        """
         axes = experts_axes(mesh)
         before, after = PartitionSpec(None, axes), PartitionSpec(None, None, axes)
         if self.summed:
@@ -231,7 +235,9 @@ class _SetApart:
 
 @partial(jax.jit, static_argnames=("n_experts", "pack", "parts"))
 def _set_apart(w: Any, n_experts: int, pack: Callable[..., Any] | None, parts: int) -> Any:
-    """[I, X * O] -> [X, I, O], each packed with `pack`. w: an array or a tree of arrays."""
+    """Separate matrices, [I, X * O] -> [X, I, O], and pack each with `pack`. w: an array or a tree
+    of arrays.
+    """
     apart = jax.tree.map(lambda one: one.reshape(len(one), n_experts, -1).swapaxes(0, 1), w)
     if pack is None:
         return apart
@@ -447,7 +453,9 @@ def _feed_forward(config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> M
 
 
 class MixtureBlock(Block):
-    """One layer: attention and experts, or an MLP; each is normed before, added after."""
+    """One layer: attention and experts, or an MLP in a model without, each normed before and added
+    after.
+    """
 
     mlp_class = staticmethod(_feed_forward)
     dense_class = _Dense

@@ -65,7 +65,9 @@ class PredictionHead(Llama):
         return self.through_layers(x, kv, [meta], kernels)
 
     def drafted(self, hidden: Hidden, model: Llama, kernels: Kernels) -> tuple[Array, Array]:
-        """R rows -> (states of the next draft [R, E], logits of this one float32 [R, D])."""
+        """R rows -> (the states [R, E] for the next draft, the logits of this draft float32
+        [R, D]).
+        """
         normed = self.normed(hidden, kernels)
         return normed, model.projected(normed, kernels)
 

@@ -236,7 +236,9 @@ def _quantise_mxfp4(weights: Array) -> Packed:
 
 
 def _nibbles(codes: Array) -> Array:
-    """Codes uint8 [I // R, R, O] -> [I // 2, O]; a group's second half in the high nibbles."""
+    """Pack codes uint8 [I // R, R, O] -> [I // 2, O], with the second half of each group in the
+    high nibbles.
+    """
     groups, group, outputs = codes.shape
     halves = codes.reshape(groups, 2, group // 2, outputs)
     return (halves[:, 0] | halves[:, 1] << 4).reshape(-1, outputs)

@@ -144,7 +144,9 @@ def _llama3_frequencies(plain: Array, scaling: RopeScaling) -> Array:
 
 
 def _yarn_frequencies(plain: Array, scaling: RopeScaling, theta: float, dims: int) -> Array:
-    """YaRN (arXiv 2309.00071, 3.2): blend between the pairs of beta_fast and beta_slow turns."""
+    """YaRN (arXiv 2309.00071, section 3.2): blend by pair index between the pairs of beta_fast and
+    beta_slow turns.
+    """
     low = _pair_turning(scaling.beta_fast, scaling, theta, dims)
     high = _pair_turning(scaling.beta_slow, scaling, theta, dims)
     if scaling.truncate:

@@ -54,7 +54,9 @@ class _Axis:
         return jax.lax.pmax(x, self.name)
 
     def largest_of_group(self, x: Array, groups: Sequence[int]) -> Array:
-        """Elementwise maximum in this device's group. groups: the group of each device."""
+        """Elementwise maximum among the devices of this device's group. groups: the group of each
+        device of the axis.
+        """
         all_x = jax.lax.all_gather(x, self.name)
         numbers = jnp.array(groups)
         mine = numbers == numbers[self.number()]
@@ -112,7 +114,9 @@ def engines_of(mesh: Any) -> int:
 
 
 def of_each_engine(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
-    """The spec of all engines' arrays, concatenated along the first axis. spec: of one's."""
+    """The spec of all engines' arrays, concatenated along the first axis. spec: of one engine's
+    array.
+    """
     if engines_of(mesh) == 1:
         return spec
     return PartitionSpec(DATA.name, *spec[1:])
@@ -160,7 +164,9 @@ def _sharding_of(path: Path, ndim: int, mesh: Mesh, groups: int = 1) -> NamedSha
 def whole_shape(
     path: Path, own: Sequence[int], shards: int, groups: int = 1, engines: int = 1
 ) -> tuple[int, ...]:
-    """A weight's shape over all devices, from one device's share. shards: of one engine."""
+    """A weight's shape over all devices, given that of one device's share. shards: devices of one
+    engine.
+    """
     whole = list(own)
     axis = _axis_of(path, len(own), groups)
     if axis is not None:
@@ -203,7 +209,9 @@ def _single_arrays(array: Array, mesh: Mesh) -> list[Array]:
 
 
 def _stacked(mesh: Mesh, *parts: Array) -> Array:
-    """Concatenate equal arrays, one on each device of the mesh, along the first axis."""
+    """Concatenate arrays of the same shape, one on each device of the mesh, along the first
+    axis.
+    """
     rows, *rest = parts[0].shape
     return jax.make_array_from_single_device_arrays(
         (len(parts) * rows, *rest), NamedSharding(mesh, PartitionSpec(TENSOR.name)), list(parts)
@@ -381,7 +389,9 @@ class Shares:
         return [_run(matrix * whole + number * own, own) for matrix in indices]
 
     def _answers(self, size: int, device: int) -> slice:
-        """The group's columns of a feed-forward's last matrix. size: of all experts."""
+        """Columns of a feed-forward's last matrix that belong to the group's experts. size: number
+        of columns of all experts.
+        """
         own = size // self.groups
         return _run(device // self.group_size * own, own)
 

@@ -44,7 +44,9 @@ class ChatTemplates:
         most_chars: int,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt text. variables: of the template. Raises RequestError, RenderedTooLong."""
+        """The prompt text. variables: further variables of the template. Raises RequestError,
+        RenderedTooLong.
+        """
         chat = Chat(list(messages), most_chars, 2 * self._timeout_s, dict(variables))
         rendered = await self._rendered(chat)
         if rendered.too_long:

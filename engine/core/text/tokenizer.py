@@ -266,7 +266,9 @@ class Tokenizer:
 
 
 def _is_tokenizers_own(error: BaseException) -> bool:
-    """Whether the tokenizer raised it; the class of a Rust panic cannot be imported."""
+    """Whether the tokenizer raised the error; a Rust panic is no Exception, and its class cannot be
+    imported.
+    """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

@@ -81,7 +81,9 @@ class AdapterBank:
         self._halves: dict[Path, _Halves] = {}
 
     def read(self, name: str, folder: str, number: int) -> AdapterColumns:
-        """The adapter in a folder. Raises ModelError for one that is unsound or does not fit."""
+        """The adapter in a folder. Raises ModelError, naming it, for one that is not sound or does
+        not fit the model.
+        """
         stamp = stamp_of(folder)  # before reading, so that a change meanwhile is found later
         adapter = Adapter.read(name, folder)
         _check_modules(adapter, self._targets)
@@ -207,7 +209,9 @@ def _can_change(target: Target, config: ModelConfig) -> bool:
 
 
 def _check_modules(adapter: Adapter, matrices: Sequence[Target]) -> None:
-    """Raises ModelError for an adapter of modules that no adapter can change here."""
+    """Raises ModelError for an adapter that changes what the model does not have, or what no
+    adapter can change here.
+    """
     modules = {_module_of(piece) for target in matrices for piece in target.pieces}
     others = sorted(adapter.modules.keys() - modules)
     if others:

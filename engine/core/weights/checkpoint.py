@@ -36,7 +36,9 @@ class Checkpoint(Protocol):
 
 
 def may_keep(source: ModelSource, schemes: frozenset[str]) -> bool:
-    """Whether a model's files may hold such matrices, by its configuration alone."""
+    """Whether a model's files may hold matrices in one of the schemes. No file of weights is
+    read.
+    """
     if source.kind == "gguf":
         return bool(schemes)
     packing = read_packing(read_json(Path(source.path), "config.json"))

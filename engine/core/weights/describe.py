@@ -35,7 +35,9 @@ def describe_weights(model: Model, source: ModelSource | None = None) -> str:
 
 
 def describe_step(model: Model, config: ModelConfig, kv_bytes: float) -> StepCost:
-    """The cost of a decoder's steps on all devices. config: whole; kv_bytes: see `step_cost`."""
+    """The cost of a decoder's steps on all devices. config: of the whole model. kv_bytes: see
+    `step_cost`.
+    """
     linears = list(model.linears())
     of_experts = _stored_bytes(one for one in linears if isinstance(one, ExpertLinear))
     stored = _stored_bytes(linears) - of_experts

@@ -127,7 +127,9 @@ class QuantisedFolder(SafetensorsFolder):
     types = (*SafetensorsFolder.types, *_EIGHT_BITS, "I32", "I64")
 
     def __init__(self, folder: str | Path, packing: Packing, names: Container[str], part: str = ""):
-        """names: the model's tensors; GPTQ stores zero biases beside. part: see `is_read`."""
+        """wanted: names of the model's tensors; GPTQ stores zero biases for layers without one.
+        part: see `is_read`.
+        """
         super().__init__(folder, part=part)
         self.packing = packing
         self.stored = self.shapes

@@ -29,7 +29,9 @@ WHOLE_GROUP = 128
 
 @jax.jit
 def q4_0(rows: Array) -> Packed:
-    """GGUF Q4_0, uint8 [O, I / 32 * 18]: float16 step, 16 bytes of codes; (code - 8) * step."""
+    """GGUF Q4_0, uint8 [O, I / 32 * 18]: 32 inputs have a float16 step and 16 bytes; (code - 8) *
+    step.
+    """
     blocks = _blocks(rows, 18)
     return Packed(_block_codes(blocks[..., 2:]), _float16(blocks[..., :2]))
 

@@ -46,7 +46,9 @@ class DecodedTensor:
     """A tensor in its file that becomes floats as it is read."""
 
     def __init__(self, decode: Callable[[slice, slice], np.ndarray], shape: Shape):
-        """decode: the given rows and columns; one axis is one row. shape: one or two axes."""
+        """decode: the given rows and columns; a tensor with one axis is one row. shape: one or two
+        axes.
+        """
         self._decode = decode
         self.shape = shape
         self.ndim = len(shape)
@@ -66,7 +68,9 @@ class Reordered:
     """A tensor with its rows, or some of them, in another order; or its columns."""
 
     def __init__(self, stored: Sliceable, order: np.ndarray, axis: int = 0):
-        """order: the stored row at each place, all or some. axis: 1 for columns."""
+        """order: the stored row that stands at each place, [rows], or some of the rows. axis: 1 for
+        columns.
+        """
         self._stored = stored
         self._order = order
         self._axis = axis

@@ -142,7 +142,9 @@ class PromptEcho:
 
     @classmethod
     def blank(cls, request: GenerationRequest, prompt: EncodedPrompt) -> PromptEcho:
-        """An empty echo with the requested scores; `logprobs` are a prompt's only with `echo`."""
+        """An empty echo with the requested scores; `logprobs` applies to a prompt only with
+        `echo`.
+        """
         shown = _scores(request.top_logprobs if request.echo else None)
         return cls("", TokenList(prompt.ids, [], shown), _scores(request.body.prompt_logprobs))
 

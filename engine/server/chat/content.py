@@ -37,7 +37,9 @@ def content_of(value: JsonValue) -> Content:
 
 
 def refuse_lost(content: Content, param: str) -> None:
-    """Raise RequestError if the newest message has only notes, which do in earlier messages."""
+    """Raise RequestError if the newest message has only notes. In earlier messages notes will
+    do.
+    """
     if content.is_lost:
         raise RequestError(
             f"this model reads text only, and the newest message is nothing but "

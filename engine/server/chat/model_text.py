@@ -62,7 +62,9 @@ class ModelText:
 
     @property
     def most_chars(self) -> int | None:
-        """Most characters that fit the context; None: unknown, as some are dropped."""
+        """Most characters that fit the context; None: unknown, as the tokenizer drops
+        characters.
+        """
         info, tokenizer = self._ready()
         longest = tokenizer.longest_token
         return None if longest is None else info.request_limits.longest * longest
@@ -97,7 +99,9 @@ class ModelText:
         *,
         is_truncated: bool = False,
     ) -> str:
-        """A conversation's prompt. is_truncated: of any length. Raises RequestError."""
+        """A conversation's prompt text. is_truncated: it may exceed the context. Raises
+        RequestError.
+        """
         info, tokenizer = self._ready()
         if not tokenizer.has_chat_template:
             raise RequestError(
@@ -197,7 +201,9 @@ class ModelTurns:
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """Token ids of the turns' markers; also of angle-bracket markers that are normal text."""
+        """Token ids of the turns' markers; also of angle-bracket markers that are normal
+        tokens.
+        """
         if self._special_texts is None:
             _, tokenizer = self._ready()
             self._special_texts = {}

@@ -212,7 +212,9 @@ class RequestBuilder[B: GenerationBody]:
 
     @property
     def group_size(self) -> int:
-        """Prompts of a request in the engine at a time, within the key's limit of sequences."""
+        """Prompts of a request in the engine at a time, within the key's limit of open
+        sequences.
+        """
         info = self.service.info
         most = info.sizes.seats + info.queue.max_waiting_requests
         return min(_PER_SEAT * info.sizes.seats, most, self.service.most_of_key or most)

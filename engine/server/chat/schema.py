@@ -134,7 +134,9 @@ def _range_of(field: str) -> Range | None:
 
 
 def ranged(field: str) -> AfterValidator:
-    """A validator with a SamplingParams field's range; its error names the body's field."""
+    """A validator with the range of a field of SamplingParams; RequestError names the body's
+    field.
+    """
     limits = _range_of(field)
     assert limits is not None
 
@@ -467,7 +469,9 @@ class CustomFields(Part):
         return Tool.custom(self.name, self.description, form.syntax, form.definition)
 
     def is_enforced(self, *, required: bool) -> bool:
-        """Whether the input's format is enforced. Lark is not: the input is inside JSON."""
+        """Whether the input's format is enforced. Lark is not, as the input is part of a JSON
+        string.
+        """
         syntax = None if self.format is None else self.format.syntax
         return syntax is None or (syntax == "regex" and required)
 

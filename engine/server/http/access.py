@@ -138,7 +138,9 @@ class ApiKeys:
 
     @contextmanager
     def admitting(self, scope: Scope) -> Iterator[None]:
-        """Context of a request's answer; HttpError 401 if its key is removed before it begins."""
+        """Context of a request's answer; HttpError 401 if its key is removed before the answer
+        begins.
+        """
         key = Identity.of(scope).key
         if not key:
             yield

@@ -69,7 +69,9 @@ class _Connection(Protocol):
         ...
 
     def leave(self) -> None:
-        """Close it: with an error in its answer if one is under way, else at once."""
+        """Close it: with an error in the answer if one is under way that can have it, else at
+        once.
+        """
         ...
 
 

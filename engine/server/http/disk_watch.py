@@ -22,7 +22,9 @@ _REMEDY = (
 async def watch_disks(
     folders: Sequence[Path], on_full: Callable[[], None], pause_s: float = _LOOK_S
 ) -> None:
-    """Run for ever; log when the disk of a folder gets full, and when it has room again."""
+    """Run for ever; log once when the disk of a folder gets full, and once when it has room
+    again.
+    """
     full: set[Path] = set()
     while True:
         for folder in folders:

@@ -220,7 +220,9 @@ class ErrorReply:
         return types.get(self.status, other)
 
     def anthropic(self) -> AnthropicErrorAnswer:
-        """Anthropic's form: the message names the field; opencode reads the only code."""
+        """Anthropic's form: the message names the field; the only code is the one that opencode
+        reads.
+        """
         message = self._naming_param()
         if self.overflow is not None:
             message = self.overflow.anthropic_message()

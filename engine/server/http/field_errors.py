@@ -56,7 +56,9 @@ class _Fault:
 
 
 def readable(error: ValidationError, raw: JsonObject) -> RequestError:
-    """RequestError with at most 10 errors, blaming the first. Repeats names of `raw` only."""
+    """RequestError with at most 10 errors; `param` is the first. Only names in `raw` are
+    repeated.
+    """
     entries = error.errors(include_url=False, include_input=False)
     faults = list(_without_branches([_fault(entry, raw) for entry in entries]))[:_MOST_FAULTS]
     first = faults[0]

@@ -123,7 +123,9 @@ def _template(scope: Scope, context: Context) -> tuple[str, int]:
 
 
 def _safe_header(scope: Scope, name: bytes) -> str:
-    """A header that was sent once and is safe to repeat in headers and logs; else ''."""
+    """The value of a header that was sent once and is safe to repeat in headers and logs; else
+    ''.
+    """
     values = values_of(scope, name)
     text = values[0].decode("latin-1") if len(values) == 1 else ""
     return text if Context.SAFE_ID.match(text) else ""
@@ -269,7 +271,9 @@ class BodyLimit:
         return replay
 
     async def _first_before_ready(self, scope: Scope, receive: Receive) -> Message:
-        """Read a body before the limit is known; a large one gets an unready server's error."""
+        """Read the body before the limit is known; a large one gets the error of an unready
+        server.
+        """
         try:
             _check_length(scope, self.settings.LEAST_BODY)
             return await self._first(receive, self.settings.LEAST_BODY)

@@ -132,7 +132,9 @@ class _Outbound:
             self._protocol.close()
 
     def let_go(self) -> None:
-        """Break the reference cycle with the protocol, which would wait for a full collection."""
+        """Break the reference cycle with the protocol, which otherwise waits for a full
+        collection.
+        """
         self._protocol = None
         # A broken connection still holds its methods as callbacks; a close drops them.
         self._transport.close()
@@ -344,14 +346,18 @@ class _BoundedProtocol(H11Protocol):
         self.loop.call_later(seconds, self._bare.close)
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn as it handles h11's error; the status for a long head is 431."""
+        """Called by uvicorn while it handles h11's error, whose status is 431 for a head too
+        large.
+        """
         if getattr(sys.exception(), "error_status_hint", 400) == 431:
             self._refuse(HttpError(431, "the request head is too large", close=True))
         else:
             self._refuse(HttpError(400, "not a valid HTTP request", close=True))
 
     def _watch_head(self) -> None:
-        """Run the timer of an incomplete request head; uvicorn's runs between requests."""
+        """Run the header timer while a request head is incomplete; uvicorn's runs between
+        requests.
+        """
         is_awaited = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
         if self._discarding or not is_awaited:
             self._stop_timer()

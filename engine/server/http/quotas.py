@@ -31,7 +31,9 @@ class RetryTimes:
     until: float = 0.0
 
     def next(self, now: float, first_in: float, each: float) -> float:
-        """The retry time in seconds. first_in: the earliest; each: reserved for this request."""
+        """The retry time in seconds. first_in: the earliest; each: seconds reserved for this
+        request.
+        """
         at = max(self.until, now + first_in)
         if at - now < _LONGEST_RETRY_S:
             self.until = at + each
@@ -208,7 +210,9 @@ class Quotas:
             self._lengths.observe(_kind(key, request), 0, n_output, by_itself=by_itself)
 
     def expect(self, key: str, n_prompt: int, max_tokens: int | None, most: int) -> int:
-        """Output tokens to expect of one sequence, at most `most`. max_tokens: the client's."""
+        """Expected output tokens of one sequence, at most `most`. max_tokens: as the client set
+        it.
+        """
         return self._lengths.expect(RequestClasses.of(key, n_prompt, max_tokens), most)
 
     def seen(self, key: str, n_prompt: int, max_tokens: int | None, n_output: int) -> None:
@@ -252,7 +256,9 @@ class Quotas:
         return usage.for_sequences.next(self.clock(), missing * each, sequences * each)
 
     def _of(self, key: str) -> _Usage:
-        """The key's usage as of now. None is ever dropped: configured keys bound their number."""
+        """The key's usage as of now. Usages are never dropped: configured keys bound their
+        number.
+        """
         now, full = self.clock(), float(self.tokens_per_minute)
         usage = self._usage.get(key)
         if usage is None:

@@ -232,7 +232,9 @@ class Reloader:
 
 
 def hang_up(stop: Callable[[int], None], reload: Callable[[], None]) -> Callable[[], None]:
-    """A handler of SIGHUP: `stop` if the terminal that there was is gone, else `reload`."""
+    """A handler of SIGHUP: `reload`, or `stop` if the terminal that there was is gone, which sends
+    it too.
+    """
     has_terminal = _has_terminal()
 
     def handle() -> None:

@@ -108,7 +108,9 @@ class RouteTable:
         self._patterns = [(compile_path(route.path)[0], route) for route in routes]
 
     def find(self, path: str, method: str) -> HttpRoute | None:
-        """The route for path and method; else the first with the path (405); None: 404."""
+        """The route for path and method; for another method the first with the path (405); None:
+        404.
+        """
         candidates = self._with_path(path)
         fitting = [route for route in candidates if method in _allowed(route)]
         return next(iter(fitting or candidates), None)

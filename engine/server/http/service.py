@@ -155,7 +155,9 @@ class Service(ServerContext):
         return self._open.one(context.tenant)
 
     def _retry_in(self, most: int) -> float:
-        """Retry time of an unread request in seconds: requests return as the queue drains."""
+        """Retry time of an unread request in seconds: requests return at the rate the queue
+        drains.
+        """
         counters = self.client.counters
         if counters.predicted_wait <= 0:  # refused requests have returned, or never will
             self._returns.until = 0.0

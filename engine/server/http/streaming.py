@@ -17,7 +17,9 @@ class DirectWriter(Protocol):
 
     @property
     def takes_chunk(self) -> bool:
-        """Whether a part can be written now: the response is a chunked one, and is read."""
+        """Whether a part can be written now: the response has begun, is chunked, and the client
+        reads.
+        """
         ...
 
     def write_chunk(self, data: bytes) -> None:

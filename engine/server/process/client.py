@@ -52,7 +52,9 @@ class EngineClient(Protocol):
         ...
 
     async def page_map(self) -> SeatMap:
-        """Page states without seats, cheap for the core. Raises RequestError."""
+        """Page states without seats, which is cheap for the core. Raises RequestError like
+        `seat_map`.
+        """
         ...
 
     async def sleep(self, *, abort: bool = False) -> int:

@@ -83,7 +83,9 @@ def _remove_if_left(folder: str) -> None:
 
 @dataclass(slots=True)
 class CoreLink:
-    """A core process and its sockets. A restart makes a new link; the old one's messages go."""
+    """A core process and its sockets. A restart makes a new link; messages of the old one are
+    lost.
+    """
 
     to_core: zmq.Socket
     from_core: zmq.asyncio.Socket

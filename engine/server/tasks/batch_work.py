@@ -140,7 +140,9 @@ class BatchWork:
         await self._keeper.do(batch_rows.answer, batch, number, outcome, text, most_bytes)
 
     async def _finish(self, batch: Batch) -> None:
-        """Write a batch's files and end it. Lines without answers get an error (window over)."""
+        """Write the files of a batch and end it. Lines without answers get an error (window
+        over).
+        """
         status = "completed"
         if batch.status == "cancelling":
             status = "cancelled"

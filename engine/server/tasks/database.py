@@ -162,7 +162,9 @@ class DatabaseKeeper[D: Database](ABC):
     async def do[**P, T](
         self, function: Callable[Concatenate[D, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run a function with the database, to its end. Raises StoreUnavailable."""
+        """Run a function with the database in its thread, without cancelling it. Raises
+        StoreUnavailable.
+        """
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(

@@ -120,7 +120,9 @@ class LineExecutor:
             tries += 1
 
     def pause_s(self, wait_s: float, tries: int) -> float:
-        """Seconds until the next attempt; pauses of background requests double."""
+        """Seconds until the next attempt; pauses of background requests double, as there are
+        many.
+        """
         if not self._background:
             return wait_s
         return min(_LONGEST_WAIT_S, wait_s * 2 ** min(tries, _MOST_DOUBLINGS))

@@ -27,7 +27,9 @@ class StoreKeeper(DatabaseKeeper[TaskStore]):
         return (folder / cls.DATABASE).exists()
 
     def open_database(self) -> TaskStore:
-        """Open the store. Other files are moved aside if it is new, else deleted as unfinished."""
+        """Open the store. Files not in it are moved aside if it is new, else deleted as
+        unfinished.
+        """
         files, database = self.folder / "files", self.folder / self.DATABASE
         is_new = not database.exists() or not database.stat().st_size
         if is_new and any(path.suffix != NewFile.SUFFIX for path in files.iterdir()):
@@ -40,7 +42,9 @@ class StoreKeeper(DatabaseKeeper[TaskStore]):
         return store
 
     def path(self, file_id: str) -> Path:
-        """Path of a file's bytes. Only for ids of the store: the id becomes part of the path."""
+        """Path of a file's bytes. Only for ids in the store, since the id becomes part of the
+        path.
+        """
         return self.folder / "files" / file_id
 
     def new_file(self) -> NewFile:

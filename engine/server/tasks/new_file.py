@@ -12,7 +12,9 @@ from jitney.engine.server.tasks.records import StoredFile, new_id
 
 
 class NewFile:
-    """A file that gets its final name once it is complete. All methods block, raise OSError."""
+    """A file that gets its final name when it is complete. Every method blocks and raises
+    OSError.
+    """
 
     #: Suffix of the name while it is incomplete.
     SUFFIX = ".part"

@@ -57,7 +57,9 @@ def _is_new(line: Line, lines: dict[str, Line]) -> bool:
 
 
 def _answered_in(path: Path) -> dict[str, bool]:
-    """custom_id -> whether it failed. Removes an incomplete last line. Raises ConfigError."""
+    """custom_id -> whether its answer is an error. Removes an incomplete last line. Raises
+    ConfigError.
+    """
     if not path.exists():
         return {}
     answered: dict[str, bool] = {}
@@ -82,7 +84,9 @@ class OfflineBatch:
     """Answers the lines of a file that have no answer yet."""
 
     def __init__(self, path: Path, out: Path, most_bytes: int):
-        """most_bytes: of a body. Raises ConfigError for bad lines, or if `out` answers others."""
+        """most_bytes: of a body. Raises ConfigError for invalid lines, or if `out` answers
+        others.
+        """
         lines = _lines_of(path, most_bytes)
         self._path = path
         self._out = out

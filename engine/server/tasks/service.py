@@ -46,7 +46,9 @@ class _Open:
 
 
 class InternalRequests:
-    """Batches and jobs, whose requests the server sends itself. table: routes that answer."""
+    """Batches and jobs, whose requests the server sends itself. table: the routes that answer
+    them.
+    """
 
     def __init__(self, context: ServerContext, table: RouteTable):
         self._context = context
@@ -59,7 +61,9 @@ class InternalRequests:
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        """Context of the server's life: stored tasks go on at first, and stop at the end."""
+        """Context of the server's life: continues stored tasks at first, and stops them at the
+        end.
+        """
         folder = self._context.settings.data_dir
         if folder is not None and await asyncio.to_thread(StoreKeeper.has_kept, folder):
             try:

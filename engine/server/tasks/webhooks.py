@@ -63,7 +63,9 @@ class _Sending(dict[str, _Message]):
     """
 
     def add(self, message: _Message) -> bool:
-        """Add a message that is not being sent, if the limits allow it; returns whether."""
+        """Add a message if it is not being sent and the limits allow it; returns whether it was
+        added.
+        """
         in_lane = sum(message.lane == other.lane for other in self.values())
         if self.is_full or message.id in self or in_lane >= _OF_LANE:
             return False

@@ -125,7 +125,9 @@ class Adapter:
 
 
 def stamp_of(folder: str) -> tuple[int, ...]:
-    """Numbers that change when an adapter's files do; none for missing files."""
+    """Numbers that change when a file of an adapter changes or is replaced; none for missing
+    files.
+    """
     numbers: list[int] = []
     for name in (_CONFIG, _TENSORS):
         try:
@@ -148,7 +150,9 @@ def _read_adapter(name: str, folder: Path) -> Adapter:
 
 
 def _check_ranks(rank: int, tensors: SafetensorsFolder, modules: dict[str, dict[str, str]]) -> None:
-    """Raises ModelError for a tensor of another rank than r, whose scale would be wrong."""
+    """Raises ModelError for a tensor of another rank than the configuration says, whose scale
+    would be wrong.
+    """
     for halves in modules.values():
         for half, name in halves.items():
             shape = tensors.shapes[name]

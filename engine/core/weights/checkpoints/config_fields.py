@@ -12,7 +12,9 @@ from jitney.engine.common.requests import JsonObject
 
 
 class _Most(NamedTuple):
-    """Largest accepted values; a file with larger ones is broken or hostile."""
+    """Largest accepted values: far beyond any model, so a file with larger ones is broken or
+    hostile.
+    """
 
     layers: int = 1024
     width: int = 1 << 20  # of any axis of a weight but the vocabulary
@@ -71,7 +73,9 @@ class Fields:
         return value
 
     def token_ids(self, *keys: str) -> tuple[int, ...]:
-        """Token ids under some keys, each once, in order; a key has one or a list."""
+        """All token ids under some keys, each once in the order first seen; a key has one or a
+        list.
+        """
         token_ids: dict[int, None] = {}
         for key in keys:
             value = self.get(key, [])

@@ -76,7 +76,9 @@ def _wrapped_model(wrapper: str, config: JsonObject) -> tuple[str, JsonObject]:
 
 
 def _with_head(name: str) -> str:
-    """The class with an output head, of a base class such as MistralModel, too."""
+    """The class with an output head of a decoder's class, or of its base class such as
+    MistralModel.
+    """
     if name in FAMILIES:
         return name
     base = name.removesuffix("TextModel").removesuffix("Model")

@@ -313,7 +313,9 @@ class ShortConvConfig:
 
 @dataclass(frozen=True, slots=True)
 class MambaConfig:
-    """Layers of Mamba-2, with a state per slot: see `jitney.kernels.mamba`."""
+    """Layers of Mamba-2 that keep a state of each seat in place of pages, see
+    `jitney.kernels.mamba`.
+    """
 
     #: Which layers, by number.
     layers: frozenset[int]
@@ -395,7 +397,9 @@ class MambaConfig:
 
 @dataclass(frozen=True, slots=True)
 class FullHeads:
-    """Key and value heads of layers without a window, if they differ from the others."""
+    """Key and value heads of layers without a window, if they differ from those of layers with
+    one.
+    """
 
     #: K and D.
     n_kv_heads: int
@@ -443,7 +447,9 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """An encoder beside its layers; a text is computed in one step, without a KV cache."""
+    """Parts of an encoder beside its layers; each text is computed in one step, without a KV
+    cache.
+    """
 
     #: Pooling: a text's vector by cls or mean, or by classify the logit of a pair of texts.
     pooling: Pooling

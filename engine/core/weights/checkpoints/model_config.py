@@ -183,7 +183,9 @@ class ModelConfig:
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
-        """For each layer the layer whose keys and values it reads, usually its own."""
+        """For each layer the number of the layer whose keys and values it reads, usually its
+        own.
+        """
         first_reader = self.n_layers - self.n_kv_readers
         last = {self.windows[layer]: layer for layer in range(first_reader)}
         readers = self.windows[first_reader : self.n_layers]
@@ -332,7 +334,9 @@ class ModelConfig:
         return replace(self, eos_ids=tuple(dict.fromkeys((*self.eos_ids, *ids))))
 
     def in_groups(self, groups: int, engines: int = 1) -> ModelConfig:
-        """With experts dealt out to engines and groups of devices. Raises ConfigError."""
+        """The model with its experts dealt out to engines and groups of devices. Raises
+        ConfigError.
+        """
         if groups == engines == 1:
             return self
         if self.experts is None:

@@ -115,7 +115,9 @@ class WeightMap:
 
     @classmethod
     def of(cls, config: ModelConfig, names: Dialect) -> WeightMap:
-        """Every weight of a `Llama`. A tied model's files may have a redundant output head."""
+        """Every weight of a `Llama` or its subclasses. A tied model may carry a redundant output
+        head.
+        """
         vocab, size = config.vocab_size, config.hidden_size
         embed = Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),))
         targets = [embed, _norm(("norm", "weight"), names.norm, size, names)]
@@ -191,7 +193,9 @@ class WeightMap:
         return bool(is_behind) or name.endswith(self.ignored)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise a ModelError naming all missing, unexpected and misshapen tensors."""
+        """Raise one ModelError naming all missing, unexpected and misshapen tensors of a
+        checkpoint.
+        """
         pieces = self.pieces
         faults: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
         for name, piece in pieces.items():

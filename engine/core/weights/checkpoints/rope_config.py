@@ -272,7 +272,9 @@ def _pair_factors(factors: object, dims: int, name: str) -> tuple[float, ...]:
 
 
 def extended_context(context: int, scaling: RopeScaling | None) -> int:
-    """The served context: YaRN and dynamic scaling often state the trained one."""
+    """The served context: models with YaRN or dynamic scaling often state the trained one, of which
+    it is factor times.
+    """
     if scaling is None or scaling.kind not in ("yarn", "dynamic"):
         return context
     return min(max(context, scaling.extended_context), MOST.context)

@@ -122,7 +122,9 @@ def _stored_bytes(path: Path, name: str) -> np.ndarray:
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """A folder's tensors as stored; none of one without safetensors. Raises ModelError."""
+    """The names of a folder's tensors as stored; none of one without safetensors. Raises
+    ModelError.
+    """
     if safe_file(folder, _INDEX, missing_ok=True) is not None:
         return {*_read_index(folder).weight_map}
     if safe_file(folder, _SINGLE, missing_ok=True) is not None:
@@ -132,7 +134,9 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def lacks_head(folder: Path) -> bool:
-    """Whether a folder has a text model without an output head. Raises ModelError."""
+    """Whether a folder holds a base model or the text model of another without an output head.
+    Raises ModelError.
+    """
     names = tensor_names(folder)
     if not names:
         return False

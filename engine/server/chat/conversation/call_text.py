@@ -24,7 +24,9 @@ class _ArgumentText(Protocol):
     """The form of a call's arguments."""
 
     def rule(self, lark: Lark, schema: JsonDict, unenforced: list[str]) -> str:
-        """The grammar rule of arguments. Adds pointers to keywords that it cannot enforce."""
+        """The grammar rule of arguments for a schema. Adds pointers to keywords it cannot
+        enforce.
+        """
         ...
 
     def written(self, arguments: str) -> str:

@@ -54,7 +54,9 @@ class Lark:
         return name
 
     def up_to(self, marker: str, most_tokens: int | None = None, text: str = "ANY") -> str:
-        """A text up to and with a marker. most_tokens: if the marker is one. text: its rule."""
+        """A text up to and with a marker. most_tokens: for markers that are tokens. text: its
+        rule.
+        """
         begins_with_token = any(marker.startswith(token) for token in self._ids)
         if begins_with_token and most_tokens is None:
             return f"{text} {self.literal(marker)}"

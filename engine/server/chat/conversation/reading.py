@@ -80,7 +80,9 @@ class TextReader:
         return self._take_events()
 
     def passes(self, text: str) -> bool:
-        """Report text without the start of a marker: 2 us a character instead of 5."""
+        """Report text that has no start of a marker. Fast path: 2 us instead of 5 us per
+        character.
+        """
         watched = self._watched
         if watched is None or self._pending.strip() or not watched.isdisjoint(text):
             return False
@@ -257,7 +259,9 @@ class TextReader:
         return text
 
     def any_of(self, texts: tuple[str, ...]) -> Finding[str]:
-        """Read one of these texts. Malformed at the first other character, which stays unread."""
+        """Read one of these texts. Malformed at the first other character, which is not
+        consumed.
+        """
         read = ""
         while read not in texts:
             read += yield from self.peek()

@@ -24,7 +24,9 @@ type _UserAfterResult = Literal["next", "after_empty_turn", "in_result"]
 
 @dataclass(frozen=True, slots=True)
 class TemplateAbilities:
-    """What a template, rendered in one way, shows. By default, users and assistants alternate."""
+    """Abilities of a template, in one way to render it. By default, users and assistants
+    alternate.
+    """
 
     #: A system message at the beginning, whatever the role of the last message.
     system: bool = False
@@ -248,7 +250,9 @@ class _Prober:
         return all([await self._shows(_USER, *messages, *end) for end in ends])
 
     async def _is_clean(self, shape: _CallShape) -> bool:
-        """Whether arguments are shown neither as Python's repr nor as doubly encoded JSON."""
+        """Whether the prompt shows arguments neither as Python's repr nor as doubly encoded
+        JSON.
+        """
         prompt = await self._prompt(_USER, *shape.answered(1))
         return prompt is not None and "'qargument'" not in prompt and '\\"qargument' not in prompt
 

@@ -30,7 +30,9 @@ class AssistantParser:
         self._unsure: list[tuple[str, int]] = []
 
     def push(self, text: str, tokens: list[int]) -> list[AssistantEvent]:
-        """Add text with its tokens; returns its events. A possible marker is held back."""
+        """Add text with its number of tokens; returns its events. A possible marker is held
+        back.
+        """
         was_thinking = self._reader.is_thinking
         events = self._reader.feed(text)
         if was_thinking:

@@ -13,7 +13,9 @@ _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class JsonCalls(CallReader, JsonReader):
-    """JSON objects or lists of them between two tags; without an end tag, one of either."""
+    """JSON objects or lists of them, between two tags; if there is no end tag, one object or
+    list.
+    """
 
     def __init__(self, start: str, end: str = ""):
         self._end = end

@@ -168,7 +168,9 @@ class ValueRules:
         return self.lark.one_of(options)
 
     def merged(self, schema: JsonDict, parts: Sequence[JsonValue], place: str) -> JsonDict:
-        """A schema and its parts as one; keywords that cannot be merged are not enforced."""
+        """A schema and its parts merged into one; keywords that cannot be merged are not
+        enforced.
+        """
         made = dict(schema)
         for part in parts:
             target = part

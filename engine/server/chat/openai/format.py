@@ -172,7 +172,9 @@ class CompletionFormat(_OpenAIFormat[CompletionChoice]):
         )
 
     def _shown(self, choice: Choice, delta: ChoiceDelta, *, first: bool) -> CompletionChoice:
-        """A choice's text and log-probabilities. first: of its deltas, which has the echo."""
+        """A choice's text and log-probabilities. first: the first delta, which has an echoed
+        prompt.
+        """
         if self.request.prompt_only:
             delta = ChoiceDelta(self._no_tokens(), finish="length")
         echo = _NO_ECHO

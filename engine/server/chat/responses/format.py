@@ -164,7 +164,9 @@ class ResponsesFormat(Format):
 
 
 def _failure(answer: ErrorReply) -> ResponseFailure:
-    """The error of a failed response. Codex CLI reads context_length_exceeded, and compacts."""
+    """The error of a failed response. Codex CLI compacts its conversation on
+    context_length_exceeded.
+    """
     if answer.overflow is not None:
         return ResponseFailure("context_length_exceeded", answer.message)
     code = "rate_limit_exceeded" if answer.status == 429 else "server_error"
