@@ -29,13 +29,13 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config.schema import AUTO, Share
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import HostTimes, VirtualDevice
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.lab.bench.peers import OUTPUTS, PROMPTS
 from jitney.engine.lab.simulation.drive import Offer, StepLog, drive
-from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import VirtualDevice
-from jitney.engine.lab.simulation.step_table import Curve, HostTimes, StepTable
+from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Closed, synthesise
 
 #: Milliseconds of a step by the rows of its bucket, without prompt rows and with, measured on a

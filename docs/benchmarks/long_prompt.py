@@ -44,6 +44,8 @@ from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import StepTimes, VirtualDevice
 from jitney.engine.core.scheduler import prefill_budget
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -51,10 +53,9 @@ from jitney.engine.core.scheduler.passing import Passing
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.drive import Offer, drive
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.lab.simulation.simulator import VirtualDevice, simulate
-from jitney.engine.lab.simulation.step_table import Curve, StepTable, StepTimes
+from jitney.engine.lab.simulation.simulator import simulate
+from jitney.engine.lab.simulation.step_table import Curve, StepTable
 
 #: Tokens of a short prompt, and seconds below which a wait says nothing about a prediction.
 SHORT, NO_WAIT_S = 20, 0.3

@@ -21,11 +21,11 @@ import numpy as np
 from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.reports.page import Table
 from jitney.engine.common.trace import Arrival
+from jitney.engine.core.measuring.engine_shape import EngineShape
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.fleet.routing import HashRing, LeastWait, RouterName, round_robin
 from jitney.engine.lab.simulation.devices import DEVICES
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.lab.simulation.fleet_planner import (
     FleetAssumptions,

@@ -15,11 +15,10 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import StepTimes, VirtualDevice
 from jitney.engine.core.scheduler.sequence import Matcher
 from jitney.engine.lab.simulation.drive import Offer, drive
-from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import VirtualDevice
-from jitney.engine.lab.simulation.step_table import StepTimes
 
 
 @dataclass(slots=True)

@@ -18,12 +18,12 @@ import msgspec
 
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.trace import Arrival
+from jitney.engine.core import EngineShape, StepTimes
 from jitney.engine.lab.bench.offline import PolicyRuns, outputs_of
 from jitney.engine.lab.figures import figure_of
 from jitney.engine.lab.simulation.accuracy import errors
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import predict, simulate
-from jitney.engine.lab.simulation.step_table import StepTable, StepTimes
+from jitney.engine.lab.simulation.step_table import StepTable
 
 #: Loads of the curve, as shares of what continuous batching can serve.
 _CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)

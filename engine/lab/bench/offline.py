@@ -18,13 +18,12 @@ from jitney.engine.common.records import Ledger
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest, JsonDict
 from jitney.engine.common.trace import Arrival
-from jitney.engine.core import EngineCore
+from jitney.engine.core import EngineCore, EngineShape
 from jitney.engine.lab.bench.cost import Bill
 from jitney.engine.lab.bench.load import Watch, ignore_progress
 from jitney.engine.lab.bench.text import arrival_ids
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_run import EngineRun
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 
 #: Requests per seat in the measurement of the capacity.
 _CAPACITY_ROUNDS = 4

@@ -24,9 +24,8 @@ from jitney.engine.config import Config
 from jitney.engine.core import (
     LLM,
     Bucket,
-    Buckets,
     OtherWork,
-    PagePool,
+    StepCase,
     own_processors,
 )
 from jitney.engine.lab.bench.sizes import (
@@ -37,7 +36,6 @@ from jitney.engine.lab.bench.sizes import (
     TimingLine,
     TimingOrder,
 )
-from jitney.engine.lab.bench.step import StepCase
 from jitney.kernels.cpu.build import Level
 
 #: KV positions of each decoding sequence, if the pool is large enough.
@@ -94,7 +92,7 @@ def _measure(llm: LLM, order: TimingOrder, say: _Say) -> SizeTimes:
     scheduler = llm.core.scheduler
     pool, buckets = scheduler.pool, scheduler.buckets
     longest = min(llm.info.model.context_length, pool.capacity * pool.page_size) - 1
-    decode = list(_decode_cases(buckets, pool, longest))
+    decode = list(_decode_cases(llm, longest))
     if not decode:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
     each = min(_PROMPT, longest)
@@ -111,9 +109,10 @@ def _measure(llm: LLM, order: TimingOrder, say: _Say) -> SizeTimes:
     )
 
 
-def _decode_cases(buckets: Buckets, pool: PagePool, longest: int) -> Iterator[StepCase]:
+def _decode_cases(llm: LLM, longest: int) -> Iterator[StepCase]:
     """Decode steps for at most as many seats as there are pages. longest: context of a sequence."""
-    for bucket in buckets.decode:
+    pool = llm.core.scheduler.pool
+    for bucket in llm.core.scheduler.buckets.decode:
         if bucket.seats > pool.capacity:
             return
         room = pool.capacity // bucket.seats * pool.page_size
@@ -183,12 +182,11 @@ class _StepTimer:
 
 def _least_seconds(llm: LLM, case: StepCase) -> float:
     """Least seconds of a step without overlap, from its plan to its tokens."""
-    runner: Any = llm.core.runner
-    plan = case.plan(0, llm.core.scheduler.pool.page_size)
+    step = case.on(llm.core)
 
     def run() -> float:
         started = time.perf_counter()
-        runner.fetch(runner.launch(runner.batch(plan)))
+        step.fetch(step.launch(step.batch()))
         return time.perf_counter() - started
 
     run()

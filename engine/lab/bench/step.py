@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,14 @@ import numpy as np
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import EngineRequest, JsonDict, SamplingParams
-from jitney.engine.core import Bucket, Buckets, Chunk, EngineCore, Plan, StepWork
-from jitney.engine.core import Sequence as Seq
+from jitney.engine.core import Bucket, Buckets, EngineCore, HostTimes, MadeUpStep, StepCase
 from jitney.engine.lab.simulation.devices import Accelerator
 from jitney.engine.lab.simulation.roofline import Assumptions, ModelCost, Roofline
-from jitney.engine.lab.simulation.step_table import HostTimes, StepTable
+from jitney.engine.lab.simulation.step_table import StepTable, host_times
 
 if TYPE_CHECKING:
     from jitney.engine.common.step_cost import DeviceCeiling
-    from jitney.engine.core import LLM, ModelConfig, Runner
+    from jitney.engine.core import LLM, ModelConfig
 
 #: Contexts of decode rows, if the engine's context length and pages allow them.
 _CONTEXTS = (64, 384, 1024)
@@ -54,45 +54,9 @@ _FACTS = (
 _Watch = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class StepCase:
-    """One made-up step."""
-
-    bucket: Bucket
-    #: Contexts of its decode rows.
-    decode: tuple[int, ...] = ()
-    #: (start, rows) of its prompt chunks.
-    prompts: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def positions(self) -> int:
-        """KV positions of all its sequences."""
-        prompts = sum(start + count for start, count in self.prompts)
-        return sum(self.decode) + len(self.decode) + prompts
-
-    def plan(self, number: int, page_size: int) -> Plan:
-        """The step as a plan whose sequences have just boarded, each with its own pages."""
-        rows = [(length, 1, True) for length in self.decode]
-        rows += [(start, count, False) for start, count in self.prompts]
-        chunks = []
-        page = 1  # 0 is trash
-        for seat, (start, count, decode) in enumerate(rows):
-            # A decoding row's token is still on the device, as in the engine.
-            tokens = [1] * (start if decode else start + count)
-            name = f"{number}-{seat}"
-            request = EngineRequest(id=name, prompt=tokens, sampling=_GREEDY, arrival=0.0)
-            last = page - (-(start + count) // page_size)
-            seq = Seq(request, 0, 0, tokens, 1, seat=seat, pages=list(range(page, last)))
-            page = last
-            chunks.append(Chunk(seq, start, count, decode=decode, sample=True))
-        boarded = [chunk.seq for chunk in chunks]
-        return Plan(number, chunks, self.bucket, True, StepWork.of(chunks), boarded=boarded)
-
-
 @dataclass(slots=True)
 class _StepTiming:
-    case: StepCase
-    work: StepWork
+    step: MadeUpStep
     #: Seconds of each repeat.
     seconds: list[float]
 
@@ -149,53 +113,50 @@ def _lone_prompts(bucket: Bucket, context: int) -> Iterator[tuple[tuple[int, int
 
 
 def _time_cases(
-    runner: Runner,
-    cases: Sequence[StepCase],
-    page_size: int,
+    steps: Sequence[MadeUpStep],
     repeats: int,
     seconds: float,
     watch: _Watch = lambda done, total: None,
 ) -> list[_StepTiming]:
-    """Time each case `repeats` times in shuffled rounds, after a round that does not count. At
+    """Time each step `repeats` times in shuffled rounds, after a round that does not count. At
     least one round counts, and no new one begins after `seconds`.
     """
-    plans = [case.plan(number, page_size) for number, case in enumerate(cases)]
-    timings = [_StepTiming(case, plan.work, []) for case, plan in zip(cases, plans, strict=True)]
-    pairs = list(zip(plans, timings, strict=True))
+    timings = [_StepTiming(step, []) for step in steps]
+    order = list(timings)
     rng = random.Random(0)
     started = time.perf_counter()
     for turn in range(repeats + 1):
         if turn > 1 and time.perf_counter() - started > seconds:
             break
-        rng.shuffle(pairs)
-        spent = _run_in_turn(runner, [plan for plan, _ in pairs])
+        rng.shuffle(order)
+        spent = _run_in_turn([timing.step for timing in order])
         if turn:
-            for (_, timing), case_s in zip(pairs, spent, strict=True):
-                timing.seconds.append(case_s)
+            for timing, step_s in zip(order, spent, strict=True):
+                timing.seconds.append(step_s)
         watch(turn + 1, repeats + 1)
     return timings
 
 
-def _run_in_turn(runner: Runner, plans: Sequence[Plan]) -> list[float]:
-    """Device seconds of each plan (see `records.STEP_DTYPE`); each is launched before the previous
+def _run_in_turn(steps: Sequence[MadeUpStep]) -> list[float]:
+    """Device seconds of each step (see `records.STEP_DTYPE`); each is launched before the previous
     one is fetched.
     """
 
-    def launch(plan: Plan) -> tuple[Any, float]:
+    def launch(step: MadeUpStep) -> tuple[Any, float]:
         """(the launched step to fetch, time of the launch)."""
-        launched = runner.launch(runner.batch(plan))
+        launched = step.launch(step.batch())
         return launched, time.perf_counter()
 
     spent = []
     ready = -np.inf
-    launched = launch(plans[0])
-    for following in [*plans[1:], None]:
-        step, since = launched
+    launched, since = launch(steps[0])
+    for step, following in zip_longest(steps, steps[1:]):
+        current, launched_at = launched, since
         if following is not None:
-            launched = launch(following)
-        runner.fetch(step)
+            launched, since = launch(following)
+        step.fetch(current)
         now = time.perf_counter()
-        spent.append(now - max(since, ready))
+        spent.append(now - max(launched_at, ready))
         ready = now
     return spent
 
@@ -220,7 +181,7 @@ def _host_of(core: EngineCore, seats: int) -> HostTimes:
         sampling = msgspec.structs.replace(_GREEDY, max_tokens=n_output)
         core.add(EngineRequest(id=name, prompt=prompt, sampling=sampling, arrival=core.clock()))
     core.run_until_idle()
-    return HostTimes.of(core.ledger.since(first))
+    return host_times(core.ledger.since(first))
 
 
 def measure(
@@ -242,12 +203,13 @@ def measure(
     if not cases:
         raise ConfigError("the KV pool is too small to time a step: give it more --pages")
     host = _host_of(core, info.sizes.seats)
-    runner: Any = core.runner
-    timings = _time_cases(runner, cases, pool.page_size, repeats, seconds, watch)
+    steps = [case.on(core, number) for number, case in enumerate(cases)]
+    timings = _time_cases(steps, repeats, seconds, watch)
     kernels = f"{info.kernels.label} kernels on {info.device.name}"
     source = f"bench step: {info.model.name} {info.formats.dtype}, {kernels}"
-    measured = [(timing.case.bucket, timing.work, timing.seconds) for timing in timings]
+    measured = [(timing.step.case.bucket, timing.step.work, timing.seconds) for timing in timings]
     table = StepTable.from_repeats(measured, host, source)
+    runner: Any = core.runner
     ceiling = measure_ceiling(runner.programs.step.kernels, info.formats.dtype)
     return _report_of(info, config, timings, table, ceiling)
 
@@ -273,7 +235,7 @@ def _report_of(
 
 
 def _row_of(timing: _StepTiming, table: StepTable, floor: Roofline) -> JsonDict:
-    case, work = timing.case, timing.work
+    case, work = timing.step.case, timing.step.work
     return {
         "bucket": str(case.bucket),
         "tokens": case.bucket.tokens,

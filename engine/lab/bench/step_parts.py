@@ -10,17 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.core import Buckets, Plan
-from jitney.engine.lab.bench.step import StepCase
+from jitney.engine.core import Buckets, MadeUpStep, StepCase
 from jitney.engine.lab.simulation.roofline import ModelCost
 
 if TYPE_CHECKING:
-    from jitney.engine.core import LLM, ModelConfig, Runner
+    from jitney.engine.core import LLM, ModelConfig
 
 #: Decoding seats, each in the smallest bucket that holds them.
 _SEATS = (1, 8, 32)
@@ -52,7 +51,7 @@ def measure_parts(llm: LLM, config: ModelConfig, repeats: int) -> list[JsonDict]
     """A row for each measured step as JSON; none if the kernels have no clocks, or if several
     devices run them in parallel.
     """
-    runner: Runner = llm.core.runner  # type: ignore[assignment]
+    runner: Any = llm.core.runner
     clock = runner.programs.step.kernels.part_seconds
     if clock is None or llm.info.device.tensor_parallel > 1:
         return []
@@ -62,9 +61,9 @@ def measure_parts(llm: LLM, config: ModelConfig, repeats: int) -> list[JsonDict]
     kv_bytes = ModelCost(config, number, number).kv_bytes
     rows = []
     for turn, case in enumerate(_part_cases(buckets, info.model.context_length)):
-        plan = case.plan(turn, pool.page_size)
-        if sum(len(chunk.seq.pages) for chunk in plan.chunks) <= pool.capacity:
-            rows.append(_row_of(case, plan, _timed(runner, plan, clock, repeats), kv_bytes))
+        step = case.on(llm.core, turn)
+        if step.n_pages <= pool.capacity:
+            rows.append(_row_of(step, _timed(step, clock, repeats), kv_bytes))
     return rows
 
 
@@ -92,21 +91,21 @@ def _decode_cases(buckets: Buckets, seats: int, context: int) -> Iterator[StepCa
         yield StepCase(fitting[0], (min(length, context - 1),) * seats)
 
 
-def _timed(runner: Runner, plan: Plan, clock: _Clock, repeats: int) -> _PartTimes:
+def _timed(step: MadeUpStep, clock: _Clock, repeats: int) -> _PartTimes:
     """The mean of the fastest quarter of the repeats, after one that does not count: other work
     makes steps longer, and some parts more than others.
     """
-    _once(runner, plan, clock)
-    times = [_once(runner, plan, clock) for _ in range(repeats)]
+    _once(step, clock)
+    times = [_once(step, clock) for _ in range(repeats)]
     times.sort(key=lambda one: one.whole)
     return _mean(times[: -(-repeats // 4)])
 
 
-def _once(runner: Runner, plan: Plan, clock: _Clock) -> _PartTimes:
-    batch = runner.batch(plan)
+def _once(step: MadeUpStep, clock: _Clock) -> _PartTimes:
+    batch = step.batch()
     before = clock()
     started = time.perf_counter()
-    runner.fetch(runner.launch(batch))
+    step.fetch(step.launch(batch))
     whole = time.perf_counter() - started
     return _PartTimes(whole, {name: now - before[name] for name, now in clock().items()})
 
@@ -116,15 +115,15 @@ def _mean(times: Sequence[_PartTimes]) -> _PartTimes:
     return _PartTimes(float(np.mean([one.whole for one in times])), parts)
 
 
-def _row_of(case: StepCase, plan: Plan, times: _PartTimes, kv_bytes: float) -> JsonDict:
+def _row_of(step: MadeUpStep, times: _PartTimes, kv_bytes: float) -> JsonDict:
     """The row of the report. kv_bytes: KV bytes per position."""
     return {
-        "bucket": str(case.bucket),
-        "decode": plan.work.decode,
-        "prompt": plan.work.prompt,
-        "keys": plan.work.keys,
+        "bucket": str(step.case.bucket),
+        "decode": step.work.decode,
+        "prompt": step.work.prompt,
+        "keys": step.work.keys,
         "step_s": times.whole,
         "parts_s": dict(times.parts),
         "rest_s": times.rest,
-        "kv_read_bytes": plan.work.keys * kv_bytes,
+        "kv_read_bytes": step.work.keys * kv_bytes,
     }

@@ -10,7 +10,7 @@ import msgspec
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config import Command, Config, Flag, FlagGroup
-from jitney.engine.core import Bucket, Buckets
+from jitney.engine.core import Bucket, Buckets, EngineShape
 from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.commands.simulate_flags import SimulateArguments
 from jitney.engine.lab.simulation.bucket_tuner import (
@@ -19,12 +19,11 @@ from jitney.engine.lab.simulation.bucket_tuner import (
     SeenSteps,
     check_budget,
 )
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from jitney.engine.lab.simulation.step_table import StepTimes
+    from jitney.engine.core import StepTimes
 
 _FLAGS = (
     Flag.whole(

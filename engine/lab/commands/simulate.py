@@ -21,7 +21,7 @@ from jitney.engine.lab.simulation.simulator import predict
 from jitney.engine.lab.simulation.step_table import StepTable
 
 if TYPE_CHECKING:
-    from jitney.engine.lab.simulation.step_table import StepTimes
+    from jitney.engine.core import StepTimes
 
 
 def simulate(arguments: Sequence[str]) -> int:

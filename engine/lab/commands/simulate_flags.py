@@ -15,10 +15,9 @@ from jitney.engine.lab.commands.bench_flags import TrafficArguments
 if TYPE_CHECKING:
     import numpy as np
 
+    from jitney.engine.core import EngineShape, StepTimes
     from jitney.engine.lab.simulation.engine_run import EngineRun
-    from jitney.engine.lab.simulation.engine_shape import EngineShape
     from jitney.engine.lab.simulation.roofline import Roofline
-    from jitney.engine.lab.simulation.step_table import StepTimes
 
 #: Fields that step records must have.
 _NEEDED = {"device_s", "keys", "longest", "pairs"}
@@ -133,8 +132,7 @@ class SimulateArguments(TrafficArguments):
         holds the longest request, pages suffice for every seat (or fill the device's memory), and
         no request is refused unless limits are given.
         """
-        from jitney.engine.core import Buckets
-        from jitney.engine.lab.simulation.engine_shape import EngineShape
+        from jitney.engine.core import Buckets, EngineShape
         from jitney.engine.lab.simulation.roofline import Roofline
         from jitney.engine.lab.simulation.step_table import StepTable
 

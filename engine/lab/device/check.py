@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 from functools import partial
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -23,24 +21,21 @@ from jitney.engine.core import (
     KV_TYPES,
     Bucket,
     Buckets,
-    Model,
     ModelConfig,
     Packed,
-    StateSizes,
-    served_by,
+    RandomModel,
+    ReferenceModel,
 )
 from jitney.engine.lab.bench.offline import outputs_of
 from jitney.engine.lab.device.loop import make_traffic, random_requests
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
-from jitney.engine.lab.device.steps import RandomModel
 from jitney.kernels.attention_cases import CASES, AttentionCase
 from jitney.kernels.expert_cases import CASES as EXPERTS
 from jitney.kernels.expert_cases import ExpertCase
-from jitney.kernels.interface import AttentionMeta, KernelSet
+from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove
-from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.proof_shapes import ServedShapes
-from jitney.kernels.select import ServedHeads, reference_of
+from jitney.kernels.select import ServedHeads
 
 #: Layers of the model whose tokens are compared; enough for each kernel to feed the next.
 _LAYERS = 2
@@ -175,15 +170,13 @@ def _count(proofs: Sequence[Proof]) -> dict[str, float]:
 def _shapes_for(
     job: PartJob, kernels: KernelSet, dtype: DTypeLike, weights: str, kv: str
 ) -> ServedShapes:
-    config = _shallow(job.config, 1)
-    model = RandomModel(config, kernels, dtype, weights).make(kv)
+    model = RandomModel(_shallow(job.config, 1), kernels, dtype, weights)
     decode_rows, mixed_rows = job.sizes.proved
     seats = decode_rows[-1]
     decode = tuple(Bucket(rows, rows) for rows in decode_rows)
     buckets = Buckets(decode, tuple(Bucket(rows, seats) for rows in mixed_rows))
-    context = min(_CONTEXT, config.context_length)
-    sizes = StateSizes(seats, 1, job.page_size, context, KV_TYPES.get(kv, dtype))
-    return served_by(model, config, sizes, buckets, dtype)
+    context = min(_CONTEXT, model.config.context_length)
+    return model.served(buckets, page_size=job.page_size, context=context, kv=kv)
 
 
 def _token_row(job: PartJob, model: RandomModel, row: Row) -> Iterator[Row]:
@@ -192,13 +185,13 @@ def _token_row(job: PartJob, model: RandomModel, row: Row) -> Iterator[Row]:
     traffic, _ = make_traffic(job, model, context=prompt + _OUTPUT)
     requests = random_requests(job, _REQUESTS, (1, prompt), (_OUTPUT, _OUTPUT))
     outputs = outputs_of(traffic.run(requests, concurrency=job.sizes.streams))
-    reference = _Reference(model, job.page_size, prompt + _OUTPUT)
+    reference = ReferenceModel(model, job.page_size, prompt + _OUTPUT)
     errors = [0.0]
     same = 0
     for request, output in zip(requests, outputs, strict=True):
         if len(output) != _OUTPUT:
             raise RuntimeError(f"{len(output)} of {_OUTPUT} tokens came out")
-        behind = reference.behind_best(request.prompt, output)
+        behind = _behind_best(reference, request.prompt, output)
         errors.extend(behind)
         same += sum(distance == 0 for distance in behind)
     error = float(max(errors))
@@ -218,43 +211,10 @@ def _shallow(config: ModelConfig, most: int) -> ModelConfig:
     return replaced(config, n_layers=layers, windows=config.windows[:layers])
 
 
-class _Reference:
-    """The engine's model on the reference kernels, without the engine."""
-
-    def __init__(self, model: RandomModel, page: int, tokens: int):
-        """page: positions per page. tokens: length of the longest request."""
-        config = model.config
-        self._page, self._tokens = page, tokens
-        self._model = model.make()
-        self._kernels = reference_of(model.kernels)
-        self._pages = -(-tokens // page) + 1
-        sizes = StateSizes(2, self._pages, page, tokens, model.dtype)
-        self._kept = sizes.shapes(config, self._kernels, None).allocate(config).kv
-        self._logits = jax.jit(partial(_logits_of, self._kernels))
-
-    def behind_best(self, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-        """Distance of each token's logit from the best one, in standard deviations of its row."""
-        ids = [*prompt, *output]
-        padded = np.zeros(self._tokens, np.int32)
-        padded[: len(ids)] = ids
-        pages = self._pages
-        # Two sequences, since with as many rows as sequences it would be a decode-only step.
-        shape = (2, self._tokens, pages)
-        builder = MetaBuilder.empty(shape, pages, self._page, np.random.default_rng(0))
-        builder.add(len(ids), len(ids))
-        logits = self._logits(self._model, padded, self._kept, builder.meta(0))
-        rows = np.asarray(logits)[len(prompt) - 1 : len(ids) - 1]
-        chosen = rows[np.arange(len(output)), output]
-        return ((rows.max(-1) - chosen) / rows.std(-1)).tolist()
-
-
-def _logits_of(
-    kernels: KernelSet,
-    model: Model,
-    tokens: jax.Array,
-    states: list[Any],
-    meta: AttentionMeta,
-) -> jax.Array:
-    """The logits, float32 [T, V]."""
-    hidden, _ = model(tokens, states, meta, kernels)
-    return model.logits(hidden, kernels)
+def _behind_best(
+    reference: ReferenceModel, prompt: Sequence[int], output: Sequence[int]
+) -> list[float]:
+    """Distance of each token's logit from the best one, in standard deviations of its row."""
+    rows = reference.logits([*prompt, *output])[len(prompt) - 1 : -1]
+    chosen = rows[np.arange(len(output)), output]
+    return ((rows.max(-1) - chosen) / rows.std(-1)).tolist()

@@ -16,22 +16,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from msgspec.structs import replace
 
-from jitney.engine.common.records import Ledger
 from jitney.engine.common.trace import Arrival
-from jitney.engine.core import (
-    Bucket,
-    Buckets,
-    EngineCore,
-    PagePool,
-    PageTables,
-    Scheduler,
-    SchedulerLimits,
-    StateTables,
-    StepWork,
-)
+from jitney.engine.core import Bucket, Buckets, RandomModel, StepWork
 from jitney.engine.lab.bench.offline import OfflineBench, PromptedArrival
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
-from jitney.engine.lab.device.steps import RandomModel, StepBench
+from jitney.engine.lab.device.steps import StepBench
 from jitney.engine.lab.simulation.engine_run import EngineRun
 from jitney.kernels.interface import KernelSet
 
@@ -87,17 +76,7 @@ def make_traffic(
     buckets = _loop_buckets(job, seats)
     context = (context or max(sum(sizes.loop), sum(sizes.batch))) + job.page_size
     bench = StepBench.of(job, model, buckets, context)
-    bench.compile(buckets.all())
-    bench.runner.warm_up()
-    pool = PagePool(bench.positions // job.page_size + 1, job.page_size, retain=False)
-    limits = SchedulerLimits(max_seats=buckets.seats, context_length=context)
-    state = None
-    if job.config.recurrent is not None:
-        state = StateTables.without_checkpoints(buckets.seats, job.page_size)
-        pool.shares = False
-    tables = PageTables(pool, state=state)
-    scheduler = Scheduler(limits, buckets, tables, vocab_size=job.config.vocab_size)
-    return OfflineBench(EngineCore(scheduler, bench.runner, Ledger()), lambda text: []), bench
+    return OfflineBench(bench.engine.new_core(), lambda text: []), bench
 
 
 def random_requests(
@@ -119,7 +98,7 @@ def _batch_rows(job: PartJob, get: _GetTraffic, streams: int, row: Row) -> Itera
     n_prompt, n_output = job.sizes.batch
     requests = random_requests(job, streams, (n_prompt, n_prompt), (n_output, n_output))
     warm_s = 0.0
-    if bench.weight_bytes > 1 << 30:
+    if bench.engine.weight_bytes > 1 << 30:
         warm_s = _WARM_S
     traffic.warm_up(requests, warm_s)
     yield _run_row(job, bench, traffic.run(requests, concurrency=streams), row)
@@ -156,7 +135,7 @@ def _floors_of(job: PartJob, bench: StepBench, records: np.ndarray) -> Iterator[
     for tokens, seats, *work in records[names].tolist():
         done = StepWork(*work)
         operations = bench.operations(Bucket(tokens, seats), done)
-        floor_s, _ = job.measured.of(bench.floor_bytes(done), operations)
+        floor_s, _ = job.measured.of(bench.engine.floor_bytes(done), operations)
         yield floor_s
 
 

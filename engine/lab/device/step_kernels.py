@@ -14,10 +14,9 @@ import jax
 from jax.typing import DTypeLike
 from msgspec.structs import replace
 
-from jitney.engine.core import Bucket, Buckets
-from jitney.engine.lab.bench.step import StepCase
+from jitney.engine.core import Bucket, Buckets, RandomModel, StepCase
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
-from jitney.engine.lab.device.steps import RandomModel, StepBench
+from jitney.engine.lab.device.steps import StepBench
 from jitney.kernels.interface import KernelSet
 
 #: Steps under the profiler.
@@ -58,7 +57,7 @@ def step_kernels(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> T
 def _kernel_rows(get: Any, case: StepCase, row: Row) -> Iterator[Row]:
     """A row for all kernels together, then one for each, the longest first."""
     bench: StepBench = get()
-    bench.compile([case.bucket])
+    bench.engine.compile([case.bucket])
     spent = _profiled(bench, case)
     count = sum(len(each.seconds) for each in spent.values())
     if not count:
@@ -76,14 +75,12 @@ def _kernel_rows(get: Any, case: StepCase, row: Row) -> Iterator[Row]:
 
 def _profiled(bench: StepBench, case: StepCase) -> dict[str, _Spent]:
     """Name of a kernel -> its seconds in `_STEPS` steps."""
-    runner = bench.runner
-    plan = case.plan(0, bench.page_size)
-    packed, plain = runner.batch(plan).packed, runner.programs.runs_greedy_only(case.bucket, True)
-    jax.block_until_ready(runner.run(case.bucket, plain, packed))
+    step = bench.engine.step(case)
+    jax.block_until_ready(step.run())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(_STEPS):
-                output = runner.run(case.bucket, plain, packed)
+                output = step.run()
             jax.block_until_ready(output)
         [file] = Path(folder).rglob("*.xplane.pb")
         return _spent_in(jax.profiler.ProfileData.from_file(str(file)))

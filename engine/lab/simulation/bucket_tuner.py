@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core import Bucket, Buckets, StepWork
-from jitney.engine.lab.simulation.step_table import StepTimes, works_of
+from jitney.engine.core import Bucket, Buckets, StepTimes, StepWork
+from jitney.engine.lab.simulation.step_table import works_of
 
 #: Executables per bucket of each kind (see `StepPrograms.runs_greedy_only`).
 DECODE_EXECUTABLES, _MIXED_EXECUTABLES = 2, 1

@@ -16,7 +16,7 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import summarise
 from jitney.engine.common.trace import Arrival
-from jitney.engine.lab.simulation.engine_shape import EngineShape
+from jitney.engine.core import EngineShape
 
 
 def span(requests: Sequence[RequestRecord]) -> float:

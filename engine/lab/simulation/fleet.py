@@ -22,8 +22,8 @@ from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest, JsonDict
 from jitney.engine.common.summary import QUANTILES
 from jitney.engine.common.trace import Arrival
+from jitney.engine.core import EngineShape, StepTimes
 from jitney.engine.fleet import ReplicaSet, RouterName
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.fleet_replica import (
     SimulatedReplica,
     SimulatedState,
@@ -31,7 +31,6 @@ from jitney.engine.lab.simulation.fleet_replica import (
 )
 from jitney.engine.lab.simulation.fleet_scaling import Scaler, ScalingRule, SeatDemand
 from jitney.engine.lab.simulation.simulator import no_collection
-from jitney.engine.lab.simulation.step_table import StepTimes
 
 #: Seconds between two polls of the replicas; polls between two reports of their load.
 _LOOK_S, _REPORT_EVERY = 0.25, 4

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.core import Buckets, SchedulerLimits
+from jitney.engine.config import EngineSection
+from jitney.engine.core import EngineShape
 from jitney.engine.fleet import RouterName
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans, Recorded
 from jitney.engine.lab.simulation.planner import Load, OperatingPoint, Sizing
@@ -122,14 +122,14 @@ class ReplicaKind:
                 f"streams are slower than {targets.stream_tok_s:g} tokens a second even alone"
             )
         point = allowed[-1]
-        limits = SchedulerLimits(
-            max_seats=point.seats,
+        settings = EngineSection(max_seats=point.seats, token_budget=how.token_budget)
+        shape = EngineShape.of(
+            settings,
             context_length=max(2, lengths.longest),
-            prefill_share="auto",
-            max_predicted_wait_s=60.0,
+            pages=sizing.memory.pages + 1,
+            on_device=True,
         )
-        buckets = Buckets.of(max_seats=point.seats, token_budget=how.token_budget, on_device=True)
-        return point, EngineShape(limits, buckets, sizing.memory.pages + 1)
+        return point, shape
 
 
 @dataclass(frozen=True, slots=True)

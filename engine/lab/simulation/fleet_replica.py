@@ -14,12 +14,9 @@ from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
-from jitney.engine.core import EngineCore
+from jitney.engine.core import EngineCore, EngineShape, StepTimes, VirtualDevice
 from jitney.engine.fleet import Replica
 from jitney.engine.lab.simulation.drive import step_or_wait
-from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import VirtualDevice
-from jitney.engine.lab.simulation.step_table import StepTimes
 
 SimulatedState = Literal["starting", "ready", "recovering", "draining"]
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.core import Bucket, PoolShares, PoolSizes, StepWork, powers_of_two
+from jitney.engine.core import Bucket, PoolShares, StepWork, powers_of_two
 from jitney.engine.lab.simulation.roofline import Roofline
 
 #: Most seats that are considered.
@@ -233,10 +233,10 @@ class Sizing:
 
 
 def _fit(roofline: Roofline, load: Load) -> _Memory:
-    cost, page = roofline.cost, load.page_size
+    cost, page, room = roofline.cost, load.page_size, roofline.kv_room
 
-    def fit(seats: int) -> PoolSizes:
-        shares = PoolShares(
+    def shares(seats: int) -> PoolShares:
+        return PoolShares(
             windows=tuple(group.window for group in cost.config.cache_groups),
             page_bytes=roofline.page_bytes(page),
             page_size=page,
@@ -247,16 +247,17 @@ def _fit(roofline: Roofline, load: Load) -> _Memory:
             slot_bytes=roofline.slot_bytes,
             drafts=load.most_drafts,
         )
-        return shares.fit(roofline.kv_room)
 
     def seats_of(length: float) -> int:
         """Most sequences of this length that fit."""
         each = math.ceil(length / page)
-        most = max(0, int(roofline.kv_room / min(roofline.page_bytes(page)))) // each
-        return bisect_right(range(1, most + 1), 0, key=lambda n: n * each >= fit(n).pages[0])
+        most = max(0, int(room / min(roofline.page_bytes(page)))) // each
+        return bisect_right(
+            range(1, most + 1), 0, key=lambda n: n * each >= shares(n).fit(room).pages[0]
+        )
 
     seats_mean, seats_full = seats_of(load.mean_context), seats_of(load.longest)
-    (first, *others), checkpoints = fit(seats_mean)
+    (first, *others), checkpoints = shares(seats_mean).fit(room)
     pages = first - 1
     if seats_full < 1:
         raise ConfigError(_no_room(roofline, load))

@@ -22,11 +22,10 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.summary import spread, summarise
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config import EngineSection
-from jitney.engine.core import Bucket, Buckets
+from jitney.engine.core import Bucket, Buckets, EngineShape
 from jitney.engine.lab.simulation.accuracy import errors, verdict_of
 from jitney.engine.lab.simulation.bucket_tuner import DECODE_EXECUTABLES, SeenSteps
 from jitney.engine.lab.simulation.engine_run import EngineRun
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.recordings import Recording
 from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import StepTable

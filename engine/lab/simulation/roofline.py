@@ -18,6 +18,7 @@ from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.step_cost import StepCost, StepRows
 from jitney.engine.core import (
     Bucket,
+    HostTimes,
     ModelConfig,
     StepWork,
     read_hf_config,
@@ -26,7 +27,6 @@ from jitney.engine.core import (
 )
 from jitney.engine.lab.simulation.devices import Accelerator
 from jitney.engine.lab.simulation.shapes import SHAPES
-from jitney.engine.lab.simulation.step_table import HostTimes
 
 #: Bytes per number. int4 has a 2-byte scale and a 1-byte zero point for every 128 weights; mxfp4,
 #: which only experts have, has a 1-byte scale for every 32.

@@ -1,244 +1,28 @@
-"""Simulates the engine on a virtual clock: its own core, scheduler, policies, pages and ledger,
-with a device that only takes time.
+"""Simulates the engine: production code on a virtual clock (`engine.core.measuring.virtual`).
 
 A step table gives the device's time of a step, and measurements give the host's time; production
-code decides everything else. Sequences end by length. Drafts are accepted at random
-(`EngineShape.acceptance`). Prompts are only lengths, so the prefix cache is off; the tokens that
-the recorded engine found in it (`Arrival.n_cached`) count as found again under all policies. The
-pages of such a hit count as the sequence's own.
+code decides everything else. The tokens that the recorded engine found in its prefix cache
+(`Arrival.n_cached`) count as found again under all policies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import random
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Series
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from types import MappingProxyType
-
-import numpy as np
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.history import RequestRecords
-from jitney.engine.common.messages import StepReport
-from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
-from jitney.engine.core import (
-    Buckets,
-    EngineCore,
-    MaskedRow,
-    PagePool,
-    PageTables,
-    Plan,
-    Sequence,
-    StateTables,
-    StepResult,
-    StepWork,
-)
+from jitney.engine.core import EngineShape, StepTimes, VirtualDevice
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_run import EngineRun
-from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.step_table import StepTimes
-
-#: Hits of a run in which no request finds cached tokens.
-_NO_HITS: Mapping[str, int] = MappingProxyType({})
-
-
-class _RecordedHits(PageTables):
-    """Page tables with recorded hits of a prefix cache.
-
-    hits: request id -> cached prompt tokens; other requests find none.
-    """
-
-    def __init__(
-        self,
-        pool: PagePool,
-        window: int,
-        windows: Mapping[int, PagePool],
-        state: StateTables | None,
-        hits: Mapping[str, int],
-    ):
-        super().__init__(pool, window, windows, state)
-        self.hits = hits
-
-    def take(self, seq: Sequence, n_seated: int, lasts: Callable[[int], bool]) -> int | None:
-        cached = super().take(seq, n_seated, lasts)
-        if cached is None:
-            return None
-        # The last prompt token is always computed, since its logits are needed.
-        hit = min(self.hits.get(seq.request.id, 0), seq.n_prompt - 1)
-        start = hit - hit % self.pool.page_size
-        if start > seq.scheduled:
-            self.skip(seq, start)
-            saved = max(0, start - seq.computed_high)
-            seq.cached_tokens += saved
-            cached += saved
-        return cached
-
-
-@dataclass(slots=True)
-class _FlyingStep:
-    #: Virtual time at which it is done, seconds.
-    ready: float
-    result: StepResult
-    #: Seconds of a segment, and the number of segments that are not launched.
-    segment_s: float
-    n_left: int
-
-    @property
-    def paused_at(self) -> float:
-        """Time at which all launched segments are done."""
-        return self.ready - self.n_left * self.segment_s
-
-
-@dataclass(slots=True)
-class _VirtualClock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def wait_until(self, t: float) -> None:
-        self.now = t
-
-
-class VirtualDevice:
-    """A runner whose steps take the times of a table, one after another, parallel to the host."""
-
-    compiles = 0
-
-    def __init__(self, table: StepTimes, seed: int = 0):
-        self.clock = _VirtualClock()
-        self.table = table
-        self._free_at = 0.0
-        self._buckets: Buckets | None = None
-        # The newest step that may have segments left to launch.
-        self._cut: _FlyingStep | None = None
-        #: Probability that a draft is accepted (0: no drafts), and its random generator.
-        self._acceptance = 0.0
-        self._chance = random.Random(seed)
-        self._scatter = {kind: _drawn(factors, seed) for kind, factors in table.noise.items()}
-
-    def new_core(
-        self, shape: EngineShape, hits: Mapping[str, int] = _NO_HITS, *, retain: bool = False
-    ) -> EngineCore:
-        """A core of this shape on this device. hits: request id -> cached prompt tokens. retain:
-        with a prefix cache.
-        """
-        tables = partial(_RecordedHits, hits=hits) if hits else PageTables
-        scheduler = shape.new_scheduler(self.clock, retain=retain, tables=tables)
-        late, self._acceptance = shape.plans_late, shape.acceptance
-        self._buckets = shape.buckets
-        return EngineCore(scheduler, self, Ledger(), self.clock, plans_late=late)
-
-    def batch(self, plan: Plan) -> Plan:
-        """Add the host's time to plan, pack and launch the step."""
-        host = self.table.host
-        self.clock.now += host.before + host.before_per_row * len(plan.chunks)
-        return plan
-
-    def launch(self, batch: Plan) -> _FlyingStep:
-        seconds = self.table.seconds(batch.bucket, batch.work)
-        if self._acceptance:
-            seconds += self._draft_seconds(batch)
-        scatter = self._scatter.get(batch.bucket.kind)
-        if scatter is not None:
-            seconds *= next(scatter)
-        segments = 1 if self._buckets is None else self._buckets.segments(batch.bucket)
-        cut = self._cut
-        if cut is not None and cut.n_left:
-            between = max(self.clock.now, cut.paused_at) + seconds
-            cut.ready += between - cut.paused_at
-            self._free_at = cut.ready
-            return _FlyingStep(between, self._result(batch), seconds, 0)
-        self._free_at = max(self.clock.now, self._free_at) + seconds
-        self._cut = _FlyingStep(
-            self._free_at, self._result(batch), seconds / segments, segments - 1
-        )
-        return self._cut
-
-    def feed(self, launched: _FlyingStep) -> bool:
-        """Launch segments until one waits behind the running one."""
-        self._go_on(launched)
-        waiting = int((launched.ready - self.clock.now) / launched.segment_s)
-        launched.n_left = max(0, min(launched.n_left, waiting - 1))
-        return launched.n_left > 0
-
-    def has_paused(self, launched: _FlyingStep) -> bool:
-        """Whether the time of the launched segments is over, while others are left."""
-        return launched.n_left > 0 and launched.paused_at <= self.clock.now
-
-    def finish(self, launched: _FlyingStep) -> None:
-        """Launch all segments that are left."""
-        self._go_on(launched)
-        launched.n_left = 0
-
-    def _go_on(self, launched: _FlyingStep) -> None:
-        """Delay a step with segments left by the time that the device has had none to run."""
-        idle = self.clock.now - launched.paused_at
-        if launched.n_left and idle > 0:
-            launched.ready += idle
-            self._free_at += idle
-
-    def _draft_seconds(self, plan: Plan) -> float:
-        rows = [chunk for chunk in plan.chunks if chunk.draft]
-        firsts = [chunk.start for chunk in rows if chunk.draft == 1]
-        most = max((chunk.draft for chunk in rows), default=0)
-        return self.table.draft_seconds(StepWork(decode=len(firsts), keys=sum(firsts)), most)
-
-    def _result(self, plan: Plan) -> StepResult:
-        if self._acceptance:
-            return StepResult.drawn(plan, lambda: self._chance.random() < self._acceptance)
-        return StepResult([0] * sum([chunk.sample for chunk in plan.chunks]))
-
-    def is_done(self, launched: _FlyingStep) -> bool:
-        """Whether the step's time is over."""
-        return launched.ready <= self.clock.now
-
-    def learn_drafts(self, launched: _FlyingStep) -> None:
-        """See `choose`."""
-
-    def choose(self, launched: _FlyingStep, rows: list[MaskedRow], masks: object) -> None:
-        """Refuse masks: simulated answers have no text, so they have no grammar."""
-        raise ValueError("a simulated request has a grammar")
-
-    def fetch(self, launched: _FlyingStep) -> StepResult:
-        self.finish(launched)
-        if launched.ready > self.clock.now:
-            self.clock.now = launched.ready
-        return launched.result
-
-    def restore(self, error: Exception) -> None:
-        """Raise the error: a simulated device does not fail, so the simulator has a bug."""
-        raise error
-
-    def sleep(self, alive: Callable[[], None]) -> int:
-        """Free no memory, since there is none."""
-        return 0
-
-    def wake(self, alive: Callable[[], None]) -> None:
-        """Do nothing: there is no memory to allocate."""
-
-    def reported(self, report: StepReport) -> None:
-        """Add the host's time after a step."""
-        if report.record:
-            host = self.table.host
-            self.clock.now += host.after + host.after_per_row * len(report.outputs)
-
-
-def _drawn(factors: Series[float], seed: int) -> Iterator[float]:
-    """The factors in random order, repeated for ever, so that each run has the rare ones."""
-    rng = np.random.default_rng(seed)
-    while True:
-        yield from rng.permutation(factors).tolist()
 
 
 def simulate(
-    arrivals: Series[Arrival],
+    arrivals: Sequence[Arrival],
     engine: EngineShape,
     table: StepTimes,
     *,
@@ -274,13 +58,13 @@ def predict(
     return simulate(run.arrivals, run.shape, table, concurrency=n_open or None, seed=seed)
 
 
-def _hits_of(arrivals: Series[Arrival]) -> dict[str, int]:
+def _hits_of(arrivals: Sequence[Arrival]) -> dict[str, int]:
     """Request id -> cached prompt tokens, for requests that found any."""
     hits = {str(number): arrival.n_cached for number, arrival in enumerate(arrivals)}
     return {name: n_cached for name, n_cached in hits.items() if n_cached}
 
 
-def _request_at(arrivals: Series[Arrival], number: int, at: float) -> EngineRequest:
+def _request_at(arrivals: Sequence[Arrival], number: int, at: float) -> EngineRequest:
     arrival = arrivals[number]
     return arrival.request(str(number), [0] * arrival.n_prompt, at)
 

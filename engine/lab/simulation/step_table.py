@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.core import Bucket, StepWork
+from jitney.engine.core import Bucket, HostTimes, StepWork
 
 #: Weight of the common slopes, in points of a bucket.
 _PULL = 8.0
@@ -74,23 +74,13 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
 
-class HostTimes(msgspec.Struct, frozen=True):
-    """Seconds of the host for a step of r sequences: `before` its launch (plan, batch, launch) and
-    `after` its result (commit), each fixed + r * per_row."""
-
-    before: float = 0.0
-    before_per_row: float = 0.0
-    after: float = 0.0
-    after_per_row: float = 0.0
-
-    @classmethod
-    def of(cls, records: np.ndarray) -> HostTimes:
-        """Fit the host's times of step records over the number of seated sequences."""
-        rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
-        launched = records["plan_s"] + records["batch_s"] + records["launch_s"]
-        before = _nonnegative(rows, launched.astype(float))
-        after = _nonnegative(rows, records["commit_s"].astype(float))
-        return cls(*before.tolist(), *after.tolist())
+def host_times(records: np.ndarray) -> HostTimes:
+    """Fit the host's times of step records over the number of seated sequences."""
+    rows = np.column_stack((np.ones(len(records)), records["seats_busy"]))
+    launched = records["plan_s"] + records["batch_s"] + records["launch_s"]
+    before = _nonnegative(rows, launched.astype(float))
+    after = _nonnegative(rows, records["commit_s"].astype(float))
+    return HostTimes(*before.tolist(), *after.tolist())
 
 
 #: Host times of zero.
@@ -104,30 +94,6 @@ class _FitError(msgspec.Struct, frozen=True):
     points: int
     median: float
     total: float
-
-
-class StepTimes(Protocol):
-    """A source of step times."""
-
-    @property
-    def source(self) -> str:
-        """One line with the origin of the numbers."""
-        ...
-
-    @property
-    def host(self) -> HostTimes: ...
-    @property
-    def noise(self) -> dict[str, list[float]]:
-        """Kind -> equally likely factors measured / expected, mean 1; absent: no scatter."""
-        ...
-
-    def seconds(self, bucket: Bucket, work: StepWork) -> float:
-        """Expected device seconds of a step."""
-        ...
-
-    def draft_seconds(self, work: StepWork, drafts: int) -> float:
-        """Expected device seconds for drafts after the first, see `Roofline.draft_seconds`."""
-        ...
 
 
 class StepTable:
@@ -221,7 +187,7 @@ class StepTable:
             )
         buckets = map(Bucket, usable["bucket_tokens"].tolist(), usable["bucket_seats"].tolist())
         points = list(map(_Point, buckets, works_of(usable), usable["device_s"].tolist()))
-        host = HostTimes.of(usable)
+        host = host_times(usable)
         return cls._from_points(points, host, f"{source} ({len(usable)} steps)")
 
     def contents(self) -> JsonDict:

@@ -25,6 +25,7 @@ from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampling import Sampler, SamplingRows, SeatState
 from jitney.engine.core.executor.step_programs import StepPrograms
+from jitney.engine.core.measuring.made_up_steps import StepCase
 from jitney.engine.core.models.registry import abstract_model, random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -32,7 +33,6 @@ from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.lab.bench.step import StepCase
 from jitney.kernels.select import select
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")

@@ -13,10 +13,10 @@ import pytest
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.step_programs import StepPrograms
+from jitney.engine.core.measuring.made_up_steps import StepCase
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.lab.bench.step import StepCase
 from jitney.kernels.select import select
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")

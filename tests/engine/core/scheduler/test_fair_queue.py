@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.measuring.engine_shape import EngineShape
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.fair_queue import _EVERY, FairQueue
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -40,7 +41,6 @@ from jitney.engine.core.scheduler.queues import WaitingQueue
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.engine_run import EngineRun
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Fixed, LogNormal, Poisson, Uniform, synthesise

@@ -20,14 +20,15 @@ from jitney.engine.common.requests import EngineRequest, RequestGroup
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import VirtualDevice, _FlyingStep
 from jitney.engine.core.scheduler.admission import control
 from jitney.engine.core.scheduler.admission.control import LONGEST_RETRY, ReturnTimes
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import Plan, StepResult
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
-from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import VirtualDevice, _FlyingStep, simulate
+from jitney.engine.lab.simulation.simulator import simulate
 
 #: 8 seats, answers of 35 tokens on average, 50 ms a step.
 CAPACITY = 8 / (35 * 0.05)

@@ -12,6 +12,8 @@ from fakes import FakeClock, ends_of, make_core, make_request, solo, tokens_of, 
 from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.trace import Arrival
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import VirtualDevice, _FlyingStep
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.lengths import (
     _HALVE_AT,
@@ -24,8 +26,6 @@ from jitney.engine.core.scheduler.page_demand import _times_ahead
 from jitney.engine.core.scheduler.plan import Plan, StepResult
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.drive import Offer, drive
-from jitney.engine.lab.simulation.engine_shape import EngineShape
-from jitney.engine.lab.simulation.simulator import VirtualDevice, _FlyingStep
 from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Closed, LogNormal, Uniform, synthesise
 

@@ -23,6 +23,8 @@ from jitney.engine.common.history import RequestRecords
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import StepTimes, VirtualDevice
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.passing import _PRICE, _SHARE, Passing
@@ -31,10 +33,9 @@ from jitney.engine.core.scheduler.prefill_budget import PrefillBudget
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.devices import DEVICES
 from jitney.engine.lab.simulation.drive import Offer, drive
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
-from jitney.engine.lab.simulation.simulator import VirtualDevice, simulate
-from jitney.engine.lab.simulation.step_table import Curve, StepTable, StepTimes
+from jitney.engine.lab.simulation.simulator import simulate
+from jitney.engine.lab.simulation.step_table import Curve, StepTable
 
 BUDGET = 16
 #: Decode-only steps, and steps with prompts: 20 ms and a third of one for each row.

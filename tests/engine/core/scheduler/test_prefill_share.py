@@ -14,12 +14,12 @@ from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config.layers import ResolvedConfig, load_config
 from jitney.engine.config.schema import AUTO, Config, Share
+from jitney.engine.core.measuring.engine_shape import EngineShape
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.prefill_budget import _LEAST_SHARE, PrefillBudget
 from jitney.engine.core.scheduler.step_times import StepTimeEstimate
 from jitney.engine.lab.simulation.engine_run import EngineRun
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Closed, Fixed, Lengths, LogNormal, synthesise

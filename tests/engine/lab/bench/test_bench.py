@@ -19,6 +19,7 @@ from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.records import ROW_KINDS, STEP_DTYPE
 from jitney.engine.common.reports.page import Page, PageSection, Table
 from jitney.engine.common.trace import Arrival, TraceLine
+from jitney.engine.core.measuring.engine_shape import EngineShape
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.lab.bench.compare import (
@@ -33,7 +34,6 @@ from jitney.engine.lab.bench.sweep import knee_of
 from jitney.engine.lab.bench.text import _prompt_ids, prose
 from jitney.engine.lab.commands.bench_flags import _repeated_tokens
 from jitney.engine.lab.simulation.engine_run import EngineRun
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.planner import knee
 from jitney.engine.lab.simulation.recordings import write_recording
 from jitney.engine.lab.simulation.simulator import simulate

@@ -30,6 +30,7 @@ from jitney.engine.common.cache_folder import compilation_cache_dir
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.core import ModelSource, Tokenizer
 from jitney.engine.core.executor.autotuning import RESULTS
+from jitney.engine.core.measuring.random_engine import _at_random
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.commands.bench_device import bench_device
 from jitney.engine.lab.device import check, peers, timing
@@ -47,7 +48,6 @@ from jitney.engine.lab.device.run import (
 )
 from jitney.engine.lab.device.saved import ResultFiles, _Choices
 from jitney.engine.lab.device.serving import _write_model
-from jitney.engine.lab.device.steps import _at_random
 from jitney.engine.lab.device.worker import PartMessage, _lines_of, _rows_of
 from jitney.kernels import experts
 from jitney.kernels.interface import KernelSet

@@ -23,6 +23,7 @@ from jitney.engine.common.errors import JitneyError
 from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
 from jitney.engine.core.executor.other_work import OtherWork
+from jitney.engine.core.measuring.made_up_steps import StepCase
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.lab.bench import sizes, sizes_worker, timing_behind
 from jitney.engine.lab.bench.sizes import (
@@ -37,7 +38,6 @@ from jitney.engine.lab.bench.sizes import (
     time_apart,
 )
 from jitney.engine.lab.bench.sizes_worker import _prompt_chunks, _StepTimer
-from jitney.engine.lab.bench.step import StepCase
 from jitney.engine.lab.bench.timing_behind import TimingBehind
 from jitney.engine.lab.tuned_sizes import _FROM_MEASURED, _MEASURED, MeasuredTimes
 

@@ -14,11 +14,12 @@ import pytest
 from jitney.engine import LLM
 from jitney.engine.common.requests import SamplingParams
 from jitney.engine.core.executor import ceiling
+from jitney.engine.core.measuring.made_up_steps import StepCase
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.plan import StepWork
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.bench import step
-from jitney.engine.lab.bench.step import StepCase, _cases, _measured_floor
+from jitney.engine.lab.bench.step import _cases, _measured_floor
 from jitney.engine.lab.bench.step_parts import _part_cases, measure_parts
 from jitney.engine.lab.commands.bench_step import _DECODING
 from jitney.engine.lab.simulation.step_table import StepTable

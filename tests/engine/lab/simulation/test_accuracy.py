@@ -13,16 +13,17 @@ import pytest
 from jitney.engine.cli import main
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.trace import Arrival, TraceLine
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import HostTimes
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.lab.bench.compare import prediction_errors
 from jitney.engine.lab.figures import figure_of
 from jitney.engine.lab.simulation.accuracy import errors, verdict_of
 from jitney.engine.lab.simulation.engine_run import EngineRun, span
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.recordings import Recording
 from jitney.engine.lab.simulation.simulator import simulate
-from jitney.engine.lab.simulation.step_table import Curve, HostTimes, StepTable
+from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Poisson, Uniform, synthesise
 
 POLICIES = ("static", "dynamic", "continuous")

@@ -14,8 +14,8 @@ import pytest
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.trace import Arrival
 from jitney.engine.config.schema import EngineSection
+from jitney.engine.core.measuring.engine_shape import EngineShape
 from jitney.engine.lab.simulation.devices import DEVICES
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.fleet import Failures, FleetPlan, FleetRun
 from jitney.engine.lab.simulation.fleet_scaling import ScalingRule
 from jitney.engine.lab.simulation.fleet_traffic import Day, LengthMeans, Recorded

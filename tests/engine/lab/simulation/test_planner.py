@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import HostTimes
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import StepWork
 from jitney.engine.lab.simulation.devices import DEVICES
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.planner import (
     Load,
     OperatingPoint,
@@ -24,7 +25,6 @@ from jitney.engine.lab.simulation.planner import (
 )
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost, Roofline
 from jitney.engine.lab.simulation.simulator import simulate
-from jitney.engine.lab.simulation.step_table import HostTimes
 from jitney.engine.lab.simulation.workload import Closed, Fixed, Uniform, synthesise
 
 LLAMA = Roofline(ModelCost(SHAPES["llama-3.1-8b"]), DEVICES["h100"])

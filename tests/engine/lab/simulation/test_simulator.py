@@ -26,6 +26,8 @@ from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.summary import Slo
 from jitney.engine.common.trace import Arrival, TraceLine
 from jitney.engine.core.engine_core import EngineCore
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import HostTimes, VirtualDevice
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
 from jitney.engine.core.scheduler.limits import SchedulerLimits
@@ -34,10 +36,9 @@ from jitney.engine.core.scheduler.plan import Plan, StepResult, StepWork
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.lab.simulation.drive import Offer, drive
 from jitney.engine.lab.simulation.engine_run import EngineRun
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.recordings import Recording
-from jitney.engine.lab.simulation.simulator import VirtualDevice, simulate
-from jitney.engine.lab.simulation.step_table import Curve, HostTimes, StepTable
+from jitney.engine.lab.simulation.simulator import simulate
+from jitney.engine.lab.simulation.step_table import Curve, StepTable
 from jitney.engine.lab.simulation.workload import Closed, Fixed, Poisson, Uniform, synthesise
 
 POLICIES = ("static", "dynamic", "continuous")

@@ -11,6 +11,7 @@ import pytest
 
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.common.records import STEP_DTYPE
+from jitney.engine.core.measuring.virtual import HostTimes
 from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import StepWork
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -22,13 +23,7 @@ from jitney.engine.lab.simulation.roofline import (
     Roofline,
     _find_shape,
 )
-from jitney.engine.lab.simulation.step_table import (
-    Curve,
-    HostTimes,
-    StepTable,
-    _fit_kind,
-    _Point,
-)
+from jitney.engine.lab.simulation.step_table import Curve, StepTable, _fit_kind, _Point
 
 D8, D32, M64, M128 = Bucket(8, 8), Bucket(32, 32), Bucket(64, 32), Bucket(128, 32)
 TRUE = {

@@ -23,9 +23,9 @@ from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.common.trace import Arrival, TraceLine
+from jitney.engine.core.measuring.engine_shape import EngineShape
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
-from jitney.engine.lab.simulation.engine_shape import EngineShape
 from jitney.engine.lab.simulation.simulator import simulate
 from jitney.engine.server.process.trace_recorder import Recorder
 

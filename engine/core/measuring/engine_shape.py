@@ -1,25 +1,23 @@
-"""The engine in a simulation: its limits, step sizes and pages."""
+"""An engine without a model: its limits, step sizes and pages."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import EngineSection
-from jitney.engine.core import (
-    Buckets,
-    ModelConfig,
-    PagePool,
-    PageTables,
-    PoolShares,
-    PoolSizes,
-    Scheduler,
-    SchedulerLimits,
-    StateTables,
-)
+from jitney.engine.core.executor.memory import PoolShares, PoolSizes
+from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.scheduler.kv_pages import PagePool
+from jitney.engine.core.scheduler.limits import SchedulerLimits
+from jitney.engine.core.scheduler.page_tables import PageTables
+from jitney.engine.core.scheduler.scheduler import Scheduler
+from jitney.engine.core.scheduler.state_slots import StateTables
+from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
 #: Limits by which a server refuses requests -> the value with which it refuses none.
 _NO_CAPS = {
@@ -31,7 +29,7 @@ _NO_CAPS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The engine to simulate."""
+    """The scheduler's sizes of an engine, to simulate it or to start it on random weights."""
 
     limits: SchedulerLimits
     buckets: Buckets
@@ -68,7 +66,7 @@ class EngineShape:
         machine. on_device: on a GPU or TPU. padding_is_free, most_segments: see `Buckets`. buckets:
         those of a running engine, if known.
         """
-        limits = SchedulerLimits(context_length=context_length, **_shared(settings))
+        limits = SchedulerLimits.of(settings, context_length=context_length)
         if buckets is None:
             sizes = cls.buckets_of(settings, on_device)
             buckets = replace(sizes, padding_is_free=padding_is_free, most_segments=most_segments)
@@ -109,9 +107,9 @@ class EngineShape:
 
     def new_scheduler(
         self,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         *,
-        retain: bool,
+        retain: bool = False,
         tables: Callable[..., PageTables] = PageTables,
     ) -> Scheduler:
         """A scheduler of this shape. retain: with a prefix cache."""
@@ -160,9 +158,3 @@ class EngineShape:
             "buckets": [str(bucket) for bucket in self.buckets.all()],
             "acceptance": self.acceptance,
         }
-
-
-def _shared(settings: EngineSection) -> JsonDict:
-    """Settings that are limits of the scheduler under the same name."""
-    names = [field.name for field in fields(SchedulerLimits) if hasattr(settings, field.name)]
-    return {name: getattr(settings, name) for name in names}
