@@ -39,7 +39,6 @@ from jitney.engine.server import (
     Equipment,
     FreshSettings,
     HttpServer,
-    at_a_start_only,
     check_adapter_names,
 )
 
@@ -116,10 +115,11 @@ def _reread(
         catch_up()
     before, fresh = at_start.config, args.load_layers().config
     if before.engine.data_parallel > 1:  # adapters cannot change, but changed files are named
-        changed = at_a_start_only(values(before), values(fresh))
-        return FreshSettings(fresh.server, changed, take_adapters=partial(take_adapters, before))
-    changed = at_a_start_only(values(before), values(fresh), "adapters")
-    return FreshSettings(fresh.server, changed, take_adapters=partial(take_adapters, fresh))
+        live, adapters = (), before
+    else:
+        live, adapters = ("adapters",), fresh
+    take = partial(take_adapters, adapters)
+    return FreshSettings.of(fresh.server, values(before), values(fresh), *live, take_adapters=take)
 
 
 def _say_all(lines: Iterable[str]) -> None:

@@ -14,13 +14,9 @@ from .executor.threads import own_processors as own_processors
 from .executor.threads import processors_here as processors_here
 from .grammar.checks import Grammars as Grammars
 from .grammar.checks import checked_here as checked_here
-from .grammar.grammar import choice_grammar as choice_grammar
 from .grammar.grammar import schema_grammar as schema_grammar
-from .grammar.grammar import text_grammar as text_grammar
 from .grammar.setup import CheckedGrammar as CheckedGrammar
 from .grammar.terms import Terms as Terms
-from .grammar.terms import arguments_schema as arguments_schema
-from .grammar.terms import json_rule as json_rule
 from .jax_start import devices_of as devices_of
 from .llm import LLM as LLM
 from .llm import Completion as Completion

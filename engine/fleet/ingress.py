@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.common.requests import JsonDict
@@ -20,23 +20,18 @@ from jitney.engine.fleet.request import READING, WRITING, ProxiedRequest
 from jitney.engine.fleet.request import Route as ModelRoute
 from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.server import (
-    ROUTES,
-    SHARED_ROUTES,
     ApiKeys,
     Context,
     Endpoint,
     HttpError,
     HttpRoute,
-    InternalRequests,
     ResponseModel,
     Role,
-    RouteTable,
     ServerSettings,
     StreamingWriter,
-    Version,
     application,
-    document,
     echo,
+    front_routes,
     json_answer,
     read_object,
     until_disconnect,
@@ -57,8 +52,12 @@ _TO_MODELS = (_NAMING - _TO_TAGGED_MODELS) | {
     "/detokenize",
     "/apply-template",
 }
-#: Prefix of paths about one stored answer, which only one engine has.
-_TO_KEEPERS = "/v1/responses/"
+#: Routes about one stored answer, which only one engine has.
+_TO_KEEPERS = (
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/responses/{response_id}/input_items",
+)
 
 
 class ReplicaList(ResponseModel):
@@ -186,33 +185,22 @@ class _Passing(Endpoint[Fleet]):
             fleet.metrics.disconnects.inc()
 
 
-async def _show_version(fleet: Fleet, request: Request) -> Response:
-    return json_answer(Version(version("jitney")))
-
-
 async def _list_replicas(fleet: Fleet, request: Request) -> Response:
     shown = {name: [each.shown() for each in replicas] for name, replicas in fleet.replicas.items()}
     return json_answer(ReplicaList(shown))
 
 
-def _engine_routes() -> Iterator[HttpRoute]:
-    """The forwarded routes, described as in the engine's own table."""
-    for route in ROUTES:
-        if route.path in _TO_MODELS:
-            yield replace(route, handler=_to_model)
-        elif route.path in _TO_TAGGED_MODELS:
-            yield replace(route, handler=_to_tagged_model)
-        elif route.path.startswith(_TO_KEEPERS):
-            yield replace(route, handler=_to_keeper)
-
-
-[_LIVEZ] = [route for route in SHARED_ROUTES if route.path == "/livez"]
-_PASSED_ROUTES = tuple(_engine_routes())
+#: Path -> handler, of the engine's routes that are forwarded.
+_PASSED = {
+    **dict.fromkeys(_TO_MODELS, _to_model),
+    **dict.fromkeys(_TO_TAGGED_MODELS, _to_tagged_model),
+    **dict.fromkeys(_TO_KEEPERS, _to_keeper),
+}
+_FRONT_ROUTES = front_routes(_PASSED)
+[_LIVEZ] = [route for route in _FRONT_ROUTES if route.path == "/livez"]
 _FLEET_ROUTES = (
-    *_PASSED_ROUTES,
-    *SHARED_ROUTES,
+    *_FRONT_ROUTES,
     replace(_LIVEZ, call="GET /healthz", summary="the same as /livez"),
-    HttpRoute("GET /version", _show_version, "the version", answer=Version),
     HttpRoute(
         "GET /fleet/replicas",
         _list_replicas,
@@ -222,7 +210,6 @@ _FLEET_ROUTES = (
     ),
     *ROLLOUT_ROUTES,
 )
-_PASSED_PATHS = frozenset(route.path for route in _PASSED_ROUTES)
 
 
 def create_ingress(
@@ -236,16 +223,14 @@ def create_ingress(
     have the same limits. keys: the accepted keys; None: those of the settings. Unfinished batches
     and jobs of an earlier process continue when the application's lifespan begins.
     """
-    fleet.openapi = document(_FLEET_ROUTES)
     fleet.settings = settings
-    table = RouteTable(_FLEET_ROUTES)
-    tasks = fleet.internal_requests = InternalRequests(fleet, table)
-    all_routes = [*(_starlette_route(route, fleet) for route in _FLEET_ROUTES), *extra_routes]
-    app = application(fleet, settings, table, all_routes, lambda app: tasks.at_work(), keys)
+    app = application(
+        fleet, settings, _FLEET_ROUTES, partial(_endpoint_of, fleet), extra_routes, keys
+    )
     app.state.fleet = fleet
     return app
 
 
-def _starlette_route(route: HttpRoute, fleet: Fleet) -> Route:
-    kind = _Passing if route.path in _PASSED_PATHS else Endpoint
-    return Route(route.path, kind(fleet, route.handler), methods=[route.method])
+def _endpoint_of(fleet: Fleet, route: HttpRoute) -> Endpoint[Fleet]:
+    kind = _Passing if route.path in _PASSED else Endpoint
+    return kind(fleet, route.handler)

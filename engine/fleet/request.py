@@ -15,35 +15,7 @@ from starlette.requests import Request
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import (
-    TENANT_HEADER,
-    BackgroundRequests,
-    ChatBody,
-    CompletionBody,
-    Context,
-    Identity,
-    address_of,
-    signed,
-    stated,
-)
-
-#: Headers of a client's request that are passed on to engines.
-_PASSED = frozenset(
-    {
-        b"accept",
-        b"anthropic-beta",
-        b"anthropic-version",
-        b"authorization",
-        b"content-type",
-        b"traceparent",
-        b"tracestate",
-        b"user-agent",
-        b"x-api-key",
-        b"x-session-id",
-    }
-)
-#: Headers that authenticate or name the sender.
-_SENDER = frozenset({b"authorization", b"x-api-key", TENANT_HEADER})
+from jitney.engine.server import ChatBody, CompletionBody, Context, PassedHeaders
 
 type RawHeaders = list[tuple[bytes, bytes]]
 
@@ -126,24 +98,13 @@ class ProxiedRequest:
         query = scope["query_string"].decode("latin-1")
         raw = scope.get("raw_path") or quote(scope["path"]).encode()
         path = raw.decode("latin-1").removeprefix(scope.get("root_path", ""))
-        context = Context.of(scope)
-        headers = [(name, value) for name, value in scope["headers"] if name in _PASSED]
-        headers.append((b"x-request-id", context.request_id.encode()))
-        headers.append((b"x-forwarded-for", address_of(scope).encode()))
-        if context.background:
-            headers.append(BackgroundRequests.MARK)
-        if context.admitted:
-            headers.append(BackgroundRequests.ADMITTED)
-        identity = Identity.of(scope)
-        if identity.tenant:
-            headers.append((TENANT_HEADER, stated(identity)))
         return cls(
             scope["method"],
             f"{path}?{query}" if query else path,
-            headers,
+            PassedHeaders.of(scope).raw,
             fields or {},
             await request.body(),
-            context.request_id,
+            Context.of(scope).request_id,
         )
 
     @classmethod
@@ -168,17 +129,12 @@ class ProxiedRequest:
     @property
     def tenant(self) -> bytes:
         """Digest of the client's key; empty if the fleet has no keys."""
-        return self._statement.partition(b".")[2]
-
-    @property
-    def _statement(self) -> bytes:
-        """The tenant header (`engine.server.http.tenants.stated`); empty without API keys."""
-        return self.header(TENANT_HEADER)
+        return PassedHeaders(self.headers).tenant
 
     @property
     def background(self) -> bool:
         """Whether it is a line of a batch, which yields to other requests."""
-        return BackgroundRequests.MARK in self.headers
+        return PassedHeaders(self.headers).background
 
     @property
     def repeatable(self) -> bool:
@@ -199,20 +155,11 @@ class ProxiedRequest:
 
     def header(self, name: bytes) -> bytes:
         """The value of the first header of this name; empty if there is none."""
-        return next((value for each, value in self.headers if each == name), b"")
+        return PassedHeaders(self.headers).value(name)
 
     def headers_for(self, key: str, *, admitted: bool = False) -> RawHeaders:
-        """Headers for a replica: `key` replaces the client's key and signs the client's tenant. If
-        `key` is empty, the client's headers stay; jobs and batch lines then have no key. admitted:
-        the request was admitted before, by a replica that was lost.
-        """
-        headers = self.headers
-        if key:
-            headers = [item for item in headers if item[0] not in _SENDER]
-            headers.append((b"authorization", b"Bearer " + key.encode()))
-            if self._statement:
-                headers.append((TENANT_HEADER, signed(self._statement, key.encode())))
-        return [*headers, BackgroundRequests.ADMITTED] if admitted else headers
+        """See `PassedHeaders.to_engine`."""
+        return PassedHeaders(self.headers).to_engine(key, admitted=admitted)
 
     def with_fields(self, **changed: Any) -> ProxiedRequest:
         """A copy with changed fields, which are appended to the client's JSON object."""
@@ -256,5 +203,4 @@ class ProxiedRequest:
 
     def for_people(self) -> ProxiedRequest:
         """A copy that is not a background request."""
-        other_headers = [each for each in self.headers if each != BackgroundRequests.MARK]
-        return replace(self, headers=other_headers)
+        return replace(self, headers=PassedHeaders(self.headers).in_foreground().raw)

@@ -13,7 +13,7 @@ from jitney.engine.fleet.build import FleetParts
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import without_adapters
 from jitney.engine.fleet.sections import ReplicasSection
-from jitney.engine.server import AdapterNews, FileNews, FreshSettings, at_a_start_only
+from jitney.engine.server import AdapterNews, FileNews, FreshSettings
 
 _ENGINE_KEY_FILE = "engine_key_file"
 
@@ -38,13 +38,17 @@ class FleetReader:
     def __call__(self) -> FreshSettings:
         """Read the current settings. Raises ConfigError. Blocks."""
         fresh = self.read()
-        changed = at_a_start_only(self._values(self.config), self._values(fresh))
         key = engine_key(fresh)
         if bool(key) != bool(self._engine_key):
             raise ConfigError(
                 f"{_ENGINE_KEY_FILE}: engines get a key of the fleet's, or lose it, at a start only"
             )
-        settings = FreshSettings(fresh.server, changed, partial(self._take_engine_key, key))
+        settings = FreshSettings.of(
+            fresh.server,
+            self._values(self.config),
+            self._values(fresh),
+            take_engine_key=partial(self._take_engine_key, key),
+        )
         if self.take_adapters is None:
             return settings
         return replace(settings, take_adapters=partial(self.take_adapters, fresh))

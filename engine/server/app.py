@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from jitney.engine.common.errors import RequestError
@@ -18,13 +18,11 @@ from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.disconnect import until_disconnect
 from jitney.engine.server.http.edge import application
 from jitney.engine.server.http.errors import HttpError
-from jitney.engine.server.http.openapi import document
 from jitney.engine.server.http.routes import ROUTES
-from jitney.engine.server.http.routing import HttpRoute, RouteTable
+from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.process.client import EngineClient
-from jitney.engine.server.tasks.service import InternalRequests
 
 if TYPE_CHECKING:
     from jitney.engine.core import Tokenizer
@@ -45,22 +43,8 @@ def create_app(
     the same keys and limits; lifespans of mounted applications are run. keys: None: the settings'.
     """
     service = Service(client, tokenizer, settings, model_name)
-    service.openapi = document(tuple(routes))
-    table = RouteTable(routes)
-    tasks = service.internal_requests = InternalRequests(service, table)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(tasks.at_work())
-            for route in extra_routes:  # mounted ones do not run their lifespans
-                if isinstance(route, Mount) and isinstance(route.app, Starlette):
-                    await stack.enter_async_context(route.app.router.lifespan_context(route.app))
-            yield
-        service.close()
-
-    all_routes = [*(_starlette_route(route, service) for route in routes), *extra_routes]
-    app = application(service, settings, table, all_routes, lifespan, keys)
+    endpoint = partial(_endpoint_of, service)
+    app = application(service, settings, routes, endpoint, extra_routes, keys, service.close)
     app.state.service = service
     return app
 
@@ -89,6 +73,6 @@ class _GenerationEndpoint(Endpoint[Service]):
             self.service.metrics.disconnects.inc()
 
 
-def _starlette_route(route: HttpRoute, service: Service) -> Route:
+def _endpoint_of(service: Service, route: HttpRoute) -> Endpoint[Service]:
     kind = _GenerationEndpoint if route.generates else Endpoint
-    return Route(route.path, kind(service, route.handler), methods=[route.method])
+    return kind(service, route.handler)

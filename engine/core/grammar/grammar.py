@@ -1,18 +1,12 @@
-"""Makes grammars of schemas, choices and texts from clients."""
+"""Makes grammars of JSON schemas."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Sequence
 
 import orjson
 
 from jitney.engine.common.requests import Grammar, JsonDict
 from jitney.engine.core.grammar.refusals import bad_grammar
 from jitney.engine.core.grammar.terms import Terms
-
-#: Found in Lark but not in GBNF: a directive, or a rule named start.
-_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 
 
 def schema_grammar(schema: JsonDict | bool, terms: Terms | None = None) -> Grammar:
@@ -27,15 +21,3 @@ def schema_grammar(schema: JsonDict | bool, terms: Terms | None = None) -> Gramm
         return Grammar("json_schema", orjson.dumps(schema).decode())
     except TypeError as error:
         raise bad_grammar(f"the schema cannot be written as JSON: {error}") from None
-
-
-def choice_grammar(texts: Sequence[str]) -> Grammar:
-    """A grammar that matches one of these texts."""
-    return Grammar("choice", orjson.dumps(list(texts)).decode())
-
-
-def text_grammar(text: str) -> Grammar:
-    """A grammar in Lark or in GBNF (llama.cpp's), guessed from its text."""
-    if _LARK.search(text):
-        return Grammar("lark", text)
-    return Grammar("gbnf", text)

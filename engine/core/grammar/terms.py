@@ -5,16 +5,13 @@ The terms are stored inside the schema, so that a grammar with several tools' sc
 
 from __future__ import annotations
 
-import json
 from typing import ClassVar
 
 import msgspec
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.common.requests import JsonDict, JsonValue
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.core.grammar.refusals import bad_grammar, refused
-
-_NO_ARGUMENTS: JsonDict = {"properties": {}, "additionalProperties": False}
 
 
 class Terms(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -53,17 +50,3 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     def pointer(self, place: str) -> str:
         """A JSON pointer into the schema, after the tool's name."""
         return self.name + place
-
-
-def json_rule(schema: JsonValue) -> str:
-    """A part of a Lark grammar that matches JSON of a schema."""
-    if not isinstance(schema, dict):
-        schema = {"allOf": [schema]}  # llguidance requires an object
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
-
-
-def arguments_schema(parameters: JsonDict | None, terms: Terms) -> JsonDict:
-    """The schema of a tool's arguments with terms. parameters: the client's schema, or None."""
-    schema = {"type": "object"} | (_NO_ARGUMENTS if parameters is None else parameters)
-    schema.pop("x-guidance", None)  # clients may not set llguidance's options
-    return terms.with_schema(schema)

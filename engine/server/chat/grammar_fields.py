@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import orjson
@@ -9,12 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar, JsonDict
-from jitney.engine.core import Terms, choice_grammar, schema_grammar, text_grammar
+from jitney.engine.core import Terms, schema_grammar
 
 #: Most characters of a regular expression, a grammar or a schema; choices, and characters of each.
 _MOST_CHARS = 1 << 16
 _MOST_CHOICES = 1024
 _MOST_CHOICE_CHARS = 1024
+#: Found in Lark but not in GBNF: a directive, or a rule named start.
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 
 Pattern = Annotated[str, Field(min_length=1, max_length=_MOST_CHARS)]
 Choices = Annotated[
@@ -122,6 +126,18 @@ class StructuredOutputs(_Exact):
                 param="structured_outputs",
             )
         return grammars
+
+
+def choice_grammar(texts: Sequence[str]) -> Grammar:
+    """A grammar that matches one of these texts."""
+    return Grammar("choice", orjson.dumps(list(texts)).decode())
+
+
+def text_grammar(text: str) -> Grammar:
+    """A grammar in Lark or in GBNF (llama.cpp's), guessed from its text."""
+    if _LARK.search(text):
+        return Grammar("lark", text)
+    return Grammar("gbnf", text)
 
 
 def _schema(schema: JsonDict | bool | str, param: str) -> Grammar:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jitney.engine.server.http.access import AccessControl, ApiKeys, Identity, client_of
@@ -26,32 +26,50 @@ from jitney.engine.server.http.middleware import (
     ErrorMiddleware,
     HeaderLimits,
 )
+from jitney.engine.server.http.openapi import document
 from jitney.engine.server.http.quotas import Shares
-from jitney.engine.server.http.routing import Role, RouteTable, route_path
+from jitney.engine.server.http.routing import HttpRoute, Role, RouteTable, route_path
 from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.settings import ServerSettings
 from jitney.engine.server.http.tenants import identity_of
+from jitney.engine.server.tasks.service import InternalRequests
 
 #: Methods that change nothing. Browsers send OPTIONS before a cross-site request.
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
-#: Context that lives as long as the application.
-type _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def application(
-    observer: ServerContext,
+    server: ServerContext,
     settings: ServerSettings,
-    table: RouteTable,
-    routes: Sequence[BaseRoute],
-    lifespan: _Lifespan,
+    routes: Sequence[HttpRoute],
+    endpoint: Callable[[HttpRoute], ASGIApp],
+    extra_routes: Sequence[BaseRoute] = (),
     keys: ApiKeys | None = None,
+    at_end: Callable[[], None] = lambda: None,
 ) -> Starlette:
-    """The application: routes behind the middleware. table: routes with rules of their own. keys:
-    None: those of the settings.
+    """The application of an engine or a fleet: the routes behind the middleware, with their OpenAPI
+    document, and with batches and jobs over them. endpoint: makes the application of one route.
+    extra_routes have the same keys and limits; lifespans of mounted applications are run. keys:
+    None: those of the settings. at_end: called at its end.
     """
+    server.openapi = document(tuple(routes))
+    table = RouteTable(routes)
+    tasks = server.internal_requests = InternalRequests(server, table)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(tasks.at_work())
+            for route in extra_routes:  # mounted ones do not run their lifespans
+                if isinstance(route, Mount) and isinstance(route.app, Starlette):
+                    await stack.enter_async_context(route.app.router.lifespan_context(route.app))
+            yield
+        at_end()
+
+    own = [Route(route.path, endpoint(route), methods=[route.method]) for route in routes]
     app = Starlette(
-        routes=routes,
-        middleware=_edge(observer, settings, table, keys or ApiKeys(settings)),
+        routes=[*own, *extra_routes],
+        middleware=_edge(server, settings, table, keys or ApiKeys(settings)),
         exception_handlers={HTTPException: partial(_answer_unrouted, table)},
         lifespan=lifespan,
     )

@@ -64,14 +64,6 @@ async def _no_adapters() -> AdapterNews:
     return AdapterNews()
 
 
-def at_a_start_only(
-    before: Mapping[str, object], fresh: Mapping[str, object], *live: str
-) -> list[str]:
-    """Changed settings that need a restart. live: those that do not, beside `_LIVE`."""
-    names = before.keys() - _LIVE - set(live)
-    return sorted(name for name in names if fresh[name] != before[name])
-
-
 @dataclass(frozen=True, slots=True)
 class FreshSettings:
     """A configuration that was read again and is sound."""
@@ -83,6 +75,23 @@ class FreshSettings:
     take_engine_key: Callable[[], Awaitable[FileNews]] = _no_key
     #: Loads the adapters. If it raises JitneyError (naming one), nothing has changed.
     take_adapters: Callable[[], Awaitable[AdapterNews]] = _no_adapters
+
+    @classmethod
+    def of(
+        cls,
+        server: ServerSection,
+        before: Mapping[str, object],
+        fresh: Mapping[str, object],
+        *live: str,
+        take_engine_key: Callable[[], Awaitable[FileNews]] = _no_key,
+        take_adapters: Callable[[], Awaitable[AdapterNews]] = _no_adapters,
+    ) -> FreshSettings:
+        """The settings read now. before, fresh: all values at the start and now, by name. live:
+        settings that do not need a restart, beside `_LIVE`.
+        """
+        names = before.keys() - _LIVE - set(live)
+        changed = sorted(name for name in names if fresh[name] != before[name])
+        return cls(server, changed, take_engine_key, take_adapters)
 
 
 @dataclass(eq=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Literal
 
@@ -32,7 +34,8 @@ from jitney.engine.server.http.model_cards import MODEL_ROUTES
 from jitney.engine.server.http.probes import PROBE_ROUTES
 from jitney.engine.server.http.queries import read_query
 from jitney.engine.server.http.reload import RELOAD_ROUTES
-from jitney.engine.server.http.routing import HttpRoute, Role
+from jitney.engine.server.http.routing import Handler, HttpRoute, Role
+from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.tasks.routes import TASK_ROUTES
 
@@ -75,11 +78,11 @@ class _SleepQuery(BaseModel):
         return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-async def _show_version(service: Service, request: Request) -> Response:
+async def _show_version(server: ServerContext, request: Request) -> Response:
     """The version, and once the engine is ready, its device, number formats and pages."""
     shown = {"version": version("jitney")}
-    if service.client.info is not None:
-        shown |= _shown(service.client.info)
+    if server.engine_info is not None:
+        shown |= _shown(server.engine_info)
     return json_answer(shown)
 
 
@@ -158,13 +161,20 @@ def _slot(seat: Seat, info: EngineInfo) -> Slot:
 
 
 #: Routes that an engine and a fleet's endpoint have alike.
-SHARED_ROUTES = (
+_SHARED_ROUTES = (
     *OLLAMA_LISTS,
     *TASK_ROUTES,
     *MODEL_ROUTES,
     *PROBE_ROUTES,
     *FRONT_ROUTES,
     *RELOAD_ROUTES,
+    HttpRoute(
+        "GET /version",
+        _show_version,
+        "version, device, kernels, number formats, pages, and bytes of weights, largest step and "
+        "programs",
+        answer=Version,
+    ),
 )
 ROUTES = (
     *OPENAI_ROUTES,
@@ -174,14 +184,7 @@ ROUTES = (
     *RANKING_ROUTES,
     *TEXT_ROUTES,
     *OLLAMA_ROUTES,
-    *SHARED_ROUTES,
-    HttpRoute(
-        "GET /version",
-        _show_version,
-        "version, device, kernels, number formats, pages, and bytes of weights, largest step and "
-        "programs",
-        answer=Version,
-    ),
+    *_SHARED_ROUTES,
     HttpRoute(
         "GET /config",
         _show_config,
@@ -226,3 +229,13 @@ ROUTES = (
         answer=list[Slot],
     ),
 )
+
+
+def front_routes(handlers: Mapping[str, Handler]) -> tuple[HttpRoute, ...]:
+    """The routes of an endpoint before engines: those that it has like an engine, and the engine's
+    own ones that it forwards. handlers: by path.
+    """
+    forwarded = [
+        replace(route, handler=handlers[route.path]) for route in ROUTES if route.path in handlers
+    ]
+    return (*forwarded, *_SHARED_ROUTES)

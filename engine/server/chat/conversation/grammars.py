@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.common.requests import Grammar
-from jitney.engine.core import Terms, arguments_schema, json_rule
+from jitney.engine.common.requests import Grammar, JsonDict, JsonValue
+from jitney.engine.core import Terms
 from jitney.engine.server.chat.conversation import harmony
 from jitney.engine.server.chat.conversation.formats import TurnFormat
 from jitney.engine.server.chat.conversation.lark import Lark
@@ -16,6 +16,8 @@ from jitney.engine.server.chat.conversation.tools import Tool, ToolUse
 
 #: Most calls of a turn that must call and may call repeatedly.
 _MOST_CALLS = 16
+#: The schema of a tool without parameters.
+_NO_ARGUMENTS: JsonDict = {"properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def _call(lark: Lark, turn: Turn, tool: Tool, trigger: str) -> str:
     terms = Terms(tool.strict, closed=True, name=tool.name, param=tool.path)
     unenforced: list[str] = []
     try:
-        schema = arguments_schema(tool.parameters, terms)
+        schema = _arguments_schema(tool.parameters, terms)
         arguments = text.arguments.rule(lark, schema, unenforced)
     except RecursionError:
         unenforced.append("#")
@@ -170,3 +172,17 @@ def _call(lark: Lark, turn: Turn, tool: Tool, trigger: str) -> str:
         raise terms.refusal(unenforced[0], "the form of this model's calls cannot enforce it")
     turn.unenforced.extend(map(terms.pointer, unenforced))
     return lark.rule(f"{head} {arguments} {lark.literal(text.after)}")
+
+
+def json_rule(schema: JsonValue) -> str:
+    """A part of a Lark grammar that matches JSON of a schema."""
+    if not isinstance(schema, dict):
+        schema = {"allOf": [schema]}  # llguidance requires an object
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def _arguments_schema(parameters: JsonDict | None, terms: Terms) -> JsonDict:
+    """The schema of a tool's arguments with terms. parameters: the client's schema, or None."""
+    schema = {"type": "object"} | (_NO_ARGUMENTS if parameters is None else parameters)
+    schema.pop("x-guidance", None)  # clients may not set llguidance's options
+    return terms.with_schema(schema)

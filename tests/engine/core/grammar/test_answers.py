@@ -19,6 +19,7 @@ from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar
 from jitney.engine.core.grammar import grammar, matchers
+from jitney.engine.server.chat.grammar_fields import choice_grammar, text_grammar
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -89,7 +90,7 @@ def test_answers_match_their_regular_expression(llm: LLM, pattern: str):
 
 def test_answers_are_one_of_the_choices(llm: LLM):
     choices = ["red", "reddish", "green and blue", '"quoted"', "new\nline"]
-    texts = {text for _, text in answers(llm, grammar.choice_grammar(choices), n=16)}
+    texts = {text for _, text in answers(llm, choice_grammar(choices), n=16)}
     assert texts <= set(choices) and len(texts) > 1
 
 
@@ -102,7 +103,7 @@ def test_answers_are_one_of_the_choices(llm: LLM):
     ],
 )
 def test_answers_follow_a_grammar(llm: LLM, text: str):
-    for finish, answer in answers(llm, grammar.text_grammar(text), n=4, max_tokens=60):
+    for finish, answer in answers(llm, text_grammar(text), n=4, max_tokens=60):
         assert finish == "length" or re.fullmatch(r"a[bc]+\.", answer), answer
 
 

@@ -10,8 +10,9 @@ from grammars import BYTES
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.core.grammar.compiling import checked
-from jitney.engine.core.grammar.grammar import schema_grammar, text_grammar
+from jitney.engine.core.grammar.grammar import schema_grammar
 from jitney.engine.core.grammar.terms import Terms
+from jitney.engine.server.chat.grammar_fields import text_grammar
 
 ITSELF: JsonDict = {"$ref": "#/$defs/node"}
 REQUIRED: JsonDict = {"type": "object", "properties": {"next": ITSELF}, "required": ["next"]}

@@ -14,7 +14,8 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import Grammar
 from jitney.engine.core.grammar import checks as grammars
 from jitney.engine.core.grammar.checks import Grammars
-from jitney.engine.core.grammar.terms import Terms, json_rule
+from jitney.engine.core.grammar.terms import Terms
+from jitney.engine.server.chat.conversation.grammars import json_rule
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": "ab"},
