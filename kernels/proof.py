@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
-from jitney.kernels.attention_cases import AttentionCase
-from jitney.kernels.expert_cases import ExpertCase
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof_attention import attention_errors, case_errors
 from jitney.kernels.proof_delta_net import delta_net_errors
@@ -27,6 +26,10 @@ from jitney.kernels.proof_products import CHECKS
 from jitney.kernels.proof_routing import routing_errors
 from jitney.kernels.proof_shapes import ServedShapes
 from jitney.kernels.select import reference
+
+if TYPE_CHECKING:
+    from jitney.kernels.attention_cases import AttentionCase
+    from jitney.kernels.expert_cases import ExpertCase
 
 _log = logging.getLogger(__name__)
 

@@ -8,17 +8,19 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jitney.kernels import definitions
-from jitney.kernels.attention_cases import AttentionCase
 from jitney.kernels.interface import AttentionMeta, KernelSet
 from jitney.kernels.proof_shapes import ServedShapes, distance
 from jitney.kernels.scales import limit_of
+
+if TYPE_CHECKING:
+    from jitney.kernels.attention_cases import AttentionCase
 
 #: Most sequences with long contexts in a step; the others have one or two pages.
 _LONG = 8

@@ -28,11 +28,9 @@ from jitney.engine.config import Config, EngineSection, configuration_digest
 from jitney.engine.core.describe import describe_engine, retains_prefixes, window_pages
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling
-from jitney.engine.core.executor.draft_model import DraftModel
 from jitney.engine.core.executor.kept_programs import KeptPrograms
 from jitney.engine.core.executor.memory import PoolShares, PoolSizes, in_one_line, likely_temp_bytes
 from jitney.engine.core.executor.pool_sizing import sized_programs
-from jitney.engine.core.executor.prediction_head import HeadModel
 from jitney.engine.core.executor.proving import proofs_of, proven, served_by
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.step_programs import StepPrograms
@@ -58,6 +56,7 @@ from jitney.kernels.select import reference_of
 if TYPE_CHECKING:
     from jitney.engine.core.adapter_manager import AdapterManager
     from jitney.engine.core.distributed.link import Hosts, Worker
+    from jitney.engine.core.executor.draft_model import DraftModel
     from jitney.engine.core.executor.hosts import Follower
     from jitney.engine.core.weights.adapters import AdapterBank, LoadedAdapter
 
@@ -352,8 +351,13 @@ def _load_draft(
         "the model's own layer for them" if method == "mtp" else source.name,
         count_parameters(model) / count_parameters(target),
     )
-    kind = DraftModel if method == "draft" else HeadModel
-    return kind(model, kernels)
+    if method == "draft":
+        from jitney.engine.core.executor.draft_model import DraftModel
+
+        return DraftModel(model, kernels)
+    from jitney.engine.core.executor.prediction_head import HeadModel
+
+    return HeadModel(model, kernels)
 
 
 def _prove(setup: Setup, model: Model, kernels: KernelSet) -> tuple[KernelSet, list[KernelProof]]:

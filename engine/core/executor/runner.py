@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import jax
 import msgspec
@@ -20,7 +21,6 @@ from jax import Array
 
 from jitney.engine.common.outputs import TokenLogprobs
 from jitney.engine.core.executor.compilations import compilations
-from jitney.engine.core.executor.draft_model import DraftUpload
 from jitney.engine.core.executor.inputs import MaskedRows
 from jitney.engine.core.executor.program import Chosen, DeviceState, StepOutput
 from jitney.engine.core.executor.sampling import Sampled, SeatState
@@ -31,6 +31,9 @@ from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.plan import MaskedRow, Plan, StepResult
 from jitney.engine.core.scheduler.sequence import Sequence
 from jitney.engine.core.weights.checkpoints.names import Path as ModelPath
+
+if TYPE_CHECKING:
+    from jitney.engine.core.executor.draft_model import DraftUpload
 
 
 class _Batch(msgspec.Struct):

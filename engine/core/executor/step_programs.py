@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from jitney.engine.common.requests import Pooling
 from jitney.engine.core.executor.choices import Choices
 from jitney.engine.core.executor.compilations import compilations
 from jitney.engine.core.executor.compiler_messages import MEANINGLESS, left_out
-from jitney.engine.core.executor.draft_model import DraftModel, DraftPrograms
 from jitney.engine.core.executor.kept_programs import KeptPrograms
 from jitney.engine.core.executor.program import Program, StateSizes, StepCall
 from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemory, programs_of
@@ -39,6 +38,9 @@ from jitney.engine.core.models.sharding import own_mesh
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.weights.checkpoints.names import Path as ModelPath
 from jitney.kernels.interface import Kernels
+
+if TYPE_CHECKING:
+    from jitney.engine.core.executor.draft_model import DraftModel, DraftPrograms
 
 #: Called with the number of executables done, their total, and the name of the last one done.
 type Report = Callable[[int, int, str], None]

@@ -9,7 +9,6 @@ from jitney.engine.core.weights.checkpoints.files import read_json
 from jitney.engine.core.weights.checkpoints.hf_config import read_packing
 from jitney.engine.core.weights.checkpoints.names import WeightMap
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.core.weights.gguf_tensors import GGUFTensors
 from jitney.engine.core.weights.plain_folder import PlainFolder
 from jitney.engine.core.weights.slices import Sliceable
 from jitney.engine.core.weights.stored_matrix import StoredMatrix
@@ -49,13 +48,16 @@ def may_keep(source: ModelSource, schemes: frozenset[str]) -> bool:
 
 
 def open_checkpoint(source: ModelSource, weights: WeightMap) -> Checkpoint:
-    """The tensors of a folder or file; weights: what is wanted of it."""
+    """The tensors of a folder or file; weights: what is wanted of it. The readers that few models
+    need are imported here.
+    """
     if source.kind == "gguf":
+        from jitney.engine.core.weights.gguf_tensors import GGUFTensors
+
         return GGUFTensors(source.path)
     packing = read_packing(read_json(Path(source.path), "config.json"))
     if packing is None or packing.method == "mxfp4":
         return PlainFolder(source.path, unread=weights.ignored, part=weights.part)
-    # Imported here: only such folders need it.
     from jitney.engine.core.weights.quantised_folder import QuantisedFolder
 
     return QuantisedFolder(source.path, packing, weights.pieces, weights.part)

@@ -12,7 +12,6 @@ from jitney.engine.common.step_cost import StepCost
 from jitney.engine.core.models.layers import Linear
 from jitney.engine.core.models.mixture import ExpertLinear
 from jitney.engine.core.models.protocol import Model
-from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -89,6 +88,8 @@ def _stored_blocks(source: ModelSource | None) -> str:
     """The commonest block format of a GGUF file's matrices, such as Q4_1; "" for floats."""
     if source is None or source.kind != "gguf":
         return ""
+    from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
+
     tensors = GGUFFile(source.path).tensors.values()
     kinds = Counter(tensor.kind_name for tensor in tensors if len(tensor.shape) > 1)
     name = max(kinds, key=kinds.__getitem__, default="")

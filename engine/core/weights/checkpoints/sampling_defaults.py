@@ -17,7 +17,6 @@ from jitney.engine.common.requests import JsonObject, JsonValue, SamplingParams
 from jitney.engine.config import SamplingSection
 from jitney.engine.core.weights.checkpoints.config_fields import Fields
 from jitney.engine.core.weights.checkpoints.files import read_json
-from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 _log = logging.getLogger("jitney.core")
@@ -92,6 +91,8 @@ def _recommended(generation_config: str, source: ModelSource) -> _Defaults:
         values = read_json(path, _HF_FILE, missing_ok=True)
         return _from_values(values, _HF_FILE, _HF_NAMES, _HF_IGNORED)
     if source.kind == "gguf":
+        from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
+
         where = f"{path.name} ({_GGUF_PREFIX}*)"
         own = Fields(GGUFFile(path).metadata, path.name).under(_GGUF_PREFIX, where)
         return _from_values(own.values, where, _GGUF_NAMES, _GGUF_IGNORED)

@@ -14,7 +14,6 @@ from typing import Literal
 from jitney.engine.common.errors import ConfigError, ModelError, did_you_mean
 from jitney.engine.common.requests import JsonObject, JsonValue, Pooling
 from jitney.engine.config import Config
-from jitney.engine.core.weights.checkpoints.eagle3 import read_eagle3
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.fetch import (
     Progress,
@@ -24,8 +23,6 @@ from jitney.engine.core.weights.checkpoints.fetch import (
     no_progress,
 )
 from jitney.engine.core.weights.checkpoints.files import MAX_TOKENIZER_BYTES, read_json, safe_file
-from jitney.engine.core.weights.checkpoints.gguf import GGUFFile, model_name, split_files
-from jitney.engine.core.weights.checkpoints.gguf_config import config_of
 from jitney.engine.core.weights.checkpoints.hf_config import read_hf_config
 from jitney.engine.core.weights.checkpoints.layer_configs import (
     EncoderConfig,
@@ -125,6 +122,8 @@ class ModelSource:
         """The EAGLE-3 head for target in a folder or repository, fetched if need be; see
         `resolve`. Raises ConfigError for one of another model.
         """
+        from jitney.engine.core.weights.checkpoints.eagle3 import read_eagle3
+
         folder = Path(name).expanduser()
         if _is_repository(name):
             folder = Repository(name, None).fetch(None, progress, weights=weights)
@@ -161,7 +160,7 @@ class ModelSource:
         elif model and path.is_dir():  # Path("") is the current folder
             source = _hf_source(path, path.resolve().name, weights)
         elif path.is_file():
-            source = _gguf_source(path, model_name(path))
+            source = _gguf_source(path)
         elif _is_repository(model):
             fetched = Repository(model, revision).fetch(folder, progress, weights=weights)
             source = _hf_source(fetched, model, weights)
@@ -211,6 +210,8 @@ class ModelSource:
             case "hf":
                 return folder_pooling(Path(self.path))
             case "gguf":
+                from jitney.engine.core.weights.checkpoints.gguf import GGUFFile
+
                 return gguf_pooling(GGUFFile(self.path).metadata)
             case "tiny":
                 return None
@@ -325,10 +326,14 @@ def _folder_template(folder: Path, settings: JsonObject) -> str:
     return "\n".join([text for text in texts if isinstance(text, str)])
 
 
-def _gguf_source(path: Path, name: str) -> ModelSource:
+def _gguf_source(path: Path, name: str = "") -> ModelSource:
+    """A GGUF file. name: "": the file's."""
+    from jitney.engine.core.weights.checkpoints.gguf import GGUFFile, model_name
+    from jitney.engine.core.weights.checkpoints.gguf_config import config_of
+
     if path.suffix != ".gguf":
         raise ModelError(f"{path.name} is neither a model folder nor a .gguf file")
-    return ModelSource("gguf", str(path), name, config_of(GGUFFile(path)))
+    return ModelSource("gguf", str(path), name or model_name(path), config_of(GGUFFile(path)))
 
 
 def _own_identity(source: ModelSource) -> str:
@@ -336,6 +341,8 @@ def _own_identity(source: ModelSource) -> str:
         return hashlib.sha256(source.name.encode()).hexdigest()
     path = Path(source.path)
     if source.kind == "gguf":
+        from jitney.engine.core.weights.checkpoints.gguf import split_files
+
         files = split_files(path)
         if len(files) == 1:
             return _file_digest(path)

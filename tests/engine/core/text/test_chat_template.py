@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jitney.engine.common.errors import ConfigError, ModelError
-from jitney.engine.core.text.fast_tokenizers import _gguf_templates, _tiny_fast
+from jitney.engine.core.text.fast_tokenizers import _tiny_fast
+from jitney.engine.core.text.gguf_tokenizers import _gguf_templates
 from jitney.engine.core.text.template_worker import render_source
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.families import tiny_config

@@ -25,13 +25,8 @@ from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from jitney.engine.common.errors import ModelError, RequestError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.core.text.fast_tokenizers import (
-    _fast_from_gguf,
-    _gguf_rust,
-    _named_tokens,
-    _tiny_fast,
-    byte_characters,
-)
+from jitney.engine.core.text.fast_tokenizers import _tiny_fast, byte_characters
+from jitney.engine.core.text.gguf_tokenizers import _fast_from_gguf, _gguf_rust, _named_tokens
 from jitney.engine.core.text.gguf_words import _PRE_TOKENIZERS
 from jitney.engine.core.text.tokenizer import Tokenizer
 from jitney.engine.core.weights.checkpoints.families import tiny_config
