@@ -1,11 +1,8 @@
 from .app import create_app as create_app
 from .chat.endpoints import Endpoint as Endpoint
 from .chat.ollama.models import without_tag as without_tag
-from .chat.openai.embeddings import EmbeddingsBody as EmbeddingsBody
 from .chat.openai.schema import ChatBody as ChatBody
 from .chat.openai.schema import CompletionBody as CompletionBody
-from .chat.ranking.bodies import RerankBody as RerankBody
-from .chat.schema import ModelBody as ModelBody
 from .chat.schema import checked as checked
 from .equipment import Equipment as Equipment
 from .equipment import check_adapter_names as check_adapter_names
@@ -45,6 +42,7 @@ from .http.reload import FileNews as FileNews
 from .http.reloader import FreshSettings as FreshSettings
 from .http.reloader import hang_up as hang_up
 from .http.routes import front_routes as front_routes
+from .http.routes import unknown_fields as unknown_fields
 from .http.routing import HttpRoute as HttpRoute
 from .http.routing import Role as Role
 from .http.routing import route_path as route_path

@@ -43,12 +43,9 @@ from jitney.engine.fleet.compositions.stage_template_worker import variables_of
 from jitney.engine.fleet.compositions.stage_templates import StageRenderer
 from jitney.engine.fleet.request import ProxiedRequest, Route
 from jitney.engine.server import (
-    ChatBody,
     CompletionBody,
-    EmbeddingsBody,
-    ModelBody,
     Notes,
-    RerankBody,
+    unknown_fields,
 )
 
 #: Variables of every template, and the variable for the text that is ranked.
@@ -62,12 +59,12 @@ _MOST_CANDIDATES = 256
 _UNKNOWN_SEATS = 8
 #: Fields of a request that a stage sets itself, beside its input texts.
 _OWN_FIELDS = ("model", "messages", "prompt", "stream", "stream_options", "n", "best_of", "echo")
-#: Body class -> the route's required fields, used to validate the fields that a stage adds.
-_NEEDED: dict[type[ModelBody], JsonDict] = {
-    ChatBody: {"messages": [{"role": "user", "content": "x"}]},
-    CompletionBody: {"prompt": "x"},
-    EmbeddingsBody: {"input": "x", "encoding_format": "base64"},
-    RerankBody: rerank_body("x", ["x"], 1),
+#: Route -> its required fields, used to validate the fields that a stage adds.
+_NEEDED: dict[Route, JsonDict] = {
+    Route.CHAT: {"messages": [{"role": "user", "content": "x"}]},
+    Route.COMPLETIONS: {"prompt": "x"},
+    Route.EMBEDDINGS: {"input": "x", "encoding_format": "base64"},
+    Route.RERANK: rerank_body("x", ["x"], 1),
 }
 #: Fields about the client's prompt, which engines do not receive.
 _PROMPT_FIELDS = (
@@ -325,12 +322,12 @@ def _check_stage(stage: _Stage, known: Sequence[str]) -> None:
             _check_candidates(stage, known)
         case _EmbedStage():
             _check_documents(stage, known)
-            _check_fields(stage, EmbeddingsBody)
+            _check_fields(stage, Route.EMBEDDINGS)
         case _RerankStage():
             _check_documents(stage, known)
-            _check_fields(stage, RerankBody)
+            _check_fields(stage, Route.RERANK)
         case _GenerateStage():
-            _check_fields(stage, CompletionBody if stage.route == "completions" else ChatBody)
+            _check_fields(stage, Route.COMPLETIONS if stage.route == "completions" else Route.CHAT)
     for name, template in stage.templates.items():
         _check_template(f"stage {stage.name}: {name}", template, variables)
 
@@ -371,19 +368,17 @@ def _check_last(stage: _Stage) -> None:
     for name in ("route", "n"):
         if getattr(stage, name) is not None:
             raise ValueError(f"{where}: {name} of the last stage is the client's; leave it out")
-    _check_fields(stage, CompletionBody)
+    _check_fields(stage, Route.COMPLETIONS)
 
 
-def _check_fields(
-    stage: _GenerateStage | _EmbedStage | _RerankStage, kind: type[ModelBody]
-) -> None:
-    """Validate a stage's `fields`. kind: body class of the stage's route. Raises ValueError."""
-    needed = _NEEDED[kind]
+def _check_fields(stage: _GenerateStage | _EmbedStage | _RerankStage, route: Route) -> None:
+    """Validate a stage's `fields`. Raises ValueError."""
+    needed = _NEEDED[route]
     for name in stage.fields:
         if name in _OWN_FIELDS or name in needed:
             raise ValueError(f"stage {stage.name}: fields: {name} is set by the stage itself")
     try:
-        _, unknown = kind.parse(needed | stage.fields)
+        unknown = unknown_fields(route, needed | stage.fields)
     except RequestError as error:
         raise ValueError(f"stage {stage.name}: fields: {error}") from None
     if unknown:

@@ -309,7 +309,7 @@ def _rows_of(work: StepWork) -> StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """`engine.lab.simulation.step_table.StepTimes` of a model on `count` chips, split by tensor
+    """`engine.core.measuring.virtual.StepTimes` of a model on `count` chips, split by tensor
     parallelism.
 
     Weights and heads are divided evenly; KV heads are replicated beyond their number. Each layer

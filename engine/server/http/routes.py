@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jitney.engine.common.engine_info import EngineInfo, KernelProof, Seat
-from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.config import ConfigReport
 from jitney.engine.server.chat.anthropic.routes import MESSAGE_ROUTES
 from jitney.engine.server.chat.llamacpp.routes import TEXT_ROUTES
@@ -21,6 +21,7 @@ from jitney.engine.server.chat.openai.embeddings import EMBEDDING_ROUTES
 from jitney.engine.server.chat.openai.routes import OPENAI_ROUTES
 from jitney.engine.server.chat.ranking.routes import RANKING_ROUTES
 from jitney.engine.server.chat.responses.routes import RESPONSE_ROUTES
+from jitney.engine.server.chat.schema import ModelBody
 from jitney.engine.server.http.answers import (
     Asleep,
     Sleeping,
@@ -239,3 +240,12 @@ def front_routes(handlers: Mapping[str, Handler]) -> tuple[HttpRoute, ...]:
         replace(route, handler=handlers[route.path]) for route in ROUTES if route.path in handlers
     ]
     return (*forwarded, *_SHARED_ROUTES)
+
+
+def unknown_fields(path: str, body: JsonObject) -> list[str]:
+    """Check a body as the engine's route does. -> Names of its fields that change nothing. Raises
+    RequestError naming the first field at fault.
+    """
+    [kind] = [route.body for route in ROUTES if route.path == path]
+    assert kind is not None and issubclass(kind, ModelBody)
+    return kind.parse(body)[1]
