@@ -67,7 +67,7 @@ _ATTENTION: dict[tuple[int, int, int], tuple[DecodeTiles, PromptTiles]] = {
     (89, 128, 2): (DecodeTiles(32, 256, 32, 58 * 4, 4, 2), PromptTiles(128, 32, 8, 2)),
     (89, 256, 2): (DecodeTiles(32, 256, 32, 58 * 2, 4, 2), PromptTiles(64, 32, 8, 2)),
     (90, 64, 2): (DecodeTiles(64, 256, 32, 132 * 4, 4, 3), PromptTiles(128, 64, 8, 3)),
-    (90, 128, 2): (DecodeTiles(64, 256, 32, 132 * 3, 4, 3), PromptTiles(128, 64, 8, 3)),
+    (90, 128, 2): (DecodeTiles(64, 256, 32, 132 * 3, 4, 2), PromptTiles(128, 64, 8, 3)),
     (90, 256, 2): (DecodeTiles(32, 256, 32, 132 * 2, 4, 3), PromptTiles(64, 64, 8, 2)),
     (80, 512, 2): (DecodeTiles(16, 256, 32, 108, 8, 2), PromptTiles(32, 32, 8, 1)),
     (89, 512, 2): (DecodeTiles(16, 256, 32, 58, 8, 1), PromptTiles(32, 16, 8, 1)),
