@@ -21,6 +21,7 @@ from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4, matmul_int4
 from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.mxfp4 import Mxfp4
+from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.routing import Route
 from jitney.kernels.w8a8 import Fp8, Int8, RoundedRows
 
@@ -105,14 +106,14 @@ class _PagedAttention(Protocol):
         ...
 
 
-class RotateAndWrite(Protocol):
+class RotateAndWrite[Heads](Protocol):
     """Norm and rotate queries and keys, and write keys and values into the pages; pure; `kv` is
     aliased if donated.
     """
 
     def __call__(
         self,
-        heads: jax.Array,
+        heads: Heads,
         rope: tuple[jax.Array, jax.Array],
         kv: jax.Array,
         meta: AttentionMeta,
@@ -204,11 +205,11 @@ class _Norm(Protocol):
         ...
 
 
-class _NormSum(Protocol):
+class _NormSum[Added](Protocol):
     """RMS norm of a sum of two arrays; returns the sum too."""
 
     def __call__(
-        self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+        self, x: jax.Array, added: Added, weight: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """x and added [T, E], weight [E] -> (x + added in x's dtype; its norm in added's)."""
         ...
@@ -265,11 +266,11 @@ class _Fp8Product(Protocol):
     ) -> jax.Array: ...
 
 
-class _RoundedNormSum(Protocol):
+class _RoundedNormSum[Added](Protocol):
     """`_NormSum` with its norm rounded to fp8."""
 
     def __call__(
-        self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+        self, x: jax.Array, added: Added, weight: jax.Array, eps: float
     ) -> tuple[jax.Array, RoundedRows]: ...
 
 
@@ -283,7 +284,7 @@ class _RoundedGatedProduct(Protocol):
 class RoundingKernels:
     """Kernels that round their results to fp8, for results that only fp8 products read."""
 
-    norm_sum: _RoundedNormSum
+    norm_sum: _RoundedNormSum[jax.Array]
     gated: _RoundedGatedProduct
 
 
@@ -296,6 +297,34 @@ class Fp8Products:
     matmul: _Fp8Product
     #: None: only `matmul` rounds rows.
     rounding: RoundingKernels | None = None
+
+
+class _PartialProduct(Protocol):
+    """A product in parts, see `jitney.kernels.partial_sums`."""
+
+    def __call__(
+        self,
+        x: jax.Array | RoundedRows,
+        w: jax.Array | Fp8 | Int4,
+        /,
+        scale: jax.Array | None = None,
+    ) -> PartialSums | None:
+        """x [T, I] times w [I, O] (Fp8: packed), and scale float32 [O] -> [T, O] in x's dtype;
+        None: one kernel computes the whole product, since its shape or format needs no parts.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PartialProducts:
+    """Products in parts, and kernels that add the parts that they read."""
+
+    matmul: _PartialProduct
+    norm_sum: _NormSum[PartialSums]
+    #: Its result is rounded as by `RoundingKernels.norm_sum`.
+    rounded_norm_sum: _RoundedNormSum[PartialSums]
+    #: heads: a product [T, (H + 2K) * D].
+    rotate_and_write: RotateAndWrite[PartialSums]
 
 
 @dataclass(frozen=True)
@@ -394,7 +423,7 @@ class Kernels(Protocol):
     @property
     def paged_attention(self) -> _PagedAttention: ...
     @property
-    def rotate_and_write(self) -> RotateAndWrite | None: ...
+    def rotate_and_write(self) -> RotateAndWrite[jax.Array] | None: ...
     @property
     def attend(self) -> _Attend: ...
     @property
@@ -402,7 +431,7 @@ class Kernels(Protocol):
     @property
     def rms_norm(self) -> _Norm: ...
     @property
-    def norm_sum(self) -> _NormSum: ...
+    def norm_sum(self) -> _NormSum[jax.Array]: ...
     @property
     def pack(self) -> Pack | None: ...
     @property
@@ -436,6 +465,8 @@ class Kernels(Protocol):
     def fp8(self) -> Fp8Products | None: ...
     @property
     def rounding(self) -> RoundingKernels | None: ...
+    @property
+    def parts(self) -> PartialProducts | None: ...
     @property
     def mxfp4(self) -> Mxfp4Products | None: ...
     @property
@@ -493,14 +524,14 @@ class KernelSet:
     name: str  # value of --kernels
     paged_attention: _PagedAttention
     #: None: the model applies norm and rotation itself, which XLA fuses well enough.
-    rotate_and_write: RotateAndWrite | None
+    rotate_and_write: RotateAndWrite[jax.Array] | None
     attend: _Attend
     matmul_int4: _Product[Int4]
     #: None: the sampler's own search is faster on this platform.
     threshold: Threshold | None
     #: The norm of rows; the norm of a sum, returned with the sum.
     rms_norm: _Norm
-    norm_sum: _NormSum
+    norm_sum: _NormSum[jax.Array]
     #: None: weights stay [I, O].
     pack: Pack | None
     #: Products with a weight matrix; with gates; with the output head.
@@ -528,6 +559,8 @@ class KernelSet:
     int8: Int8Products | None = None
     #: None: `matmul` widens fp8 weights to the rows' dtype.
     fp8: Fp8Products | None = None
+    #: None: each product is computed as a whole.
+    parts: PartialProducts | None = None
     #: None: an MXFP4 matrix that is multiplied outside `experts` is widened first.
     mxfp4: Mxfp4Products | None = None
     #: None: the other products multiply a mixture's experts, one block after another. Otherwise the

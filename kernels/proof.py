@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof_attention import attention_errors, case_errors
 from jitney.kernels.proof_delta_net import delta_net_errors
+from jitney.kernels.proof_parts import part_errors
 from jitney.kernels.proof_products import CHECKS
 from jitney.kernels.proof_routing import routing_errors
 from jitney.kernels.proof_shapes import ServedShapes
@@ -53,6 +54,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "int8 product": ("int8",),
     "fp8 product": ("fp8",),
     "mxfp4 product": ("mxfp4",),
+    "products in parts": ("parts",),
     "routing": ("route",),
     "experts": ("experts", "takes_one_of"),
     "sampling cut": ("threshold",),
@@ -63,6 +65,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 _CHECKS = {
     "attention": attention_errors,
     **CHECKS,
+    "products in parts": part_errors,
     "routing": routing_errors,
     "recurrent layers": delta_net_errors,
 }

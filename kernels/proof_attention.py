@@ -5,8 +5,8 @@ steps with the definitions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +61,12 @@ class _AttentionStep:
     rows: int  # number of rows before the padding
     limit: float  # greatest number of an 8-bit pool, else 0
     key_heads: tuple[int, ...]  # key heads that are compared, with their query heads
+
+    def with_heads(self, heads: np.ndarray) -> _AttentionStep:
+        """The step with these queries, keys and values, [T, H + 2K, D]."""
+        n_kv = self.arrays.k.shape[1]
+        q, k, v = np.split(heads, [-2 * n_kv, -n_kv], axis=1)
+        return replace(self, arrays=self.arrays._replace(q=q, k=k, v=v))
 
 
 @dataclass
@@ -139,7 +145,7 @@ def attention_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float
 
 def _errors_of_heads(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     sizes = sorted({shapes.steps.decode[0], shapes.steps.decode[-1]})
-    steps = [_decode_step(shapes, seats) for seats in sizes]
+    steps = [decode_step(shapes, seats) for seats in sizes]
     steps += _long_steps(shapes)
     steps += [_mixed_step(shapes, rows, seqs) for rows, seqs in shapes.steps.prompts]
     yield from _errors_of(kernels, shapes, steps)
@@ -160,7 +166,11 @@ def _errors_of(
     """Errors of all steps for each window, and of rotation and writing in the last step."""
     writes = _writes(kernels, shapes)
     if not writes:
-        yield from _rotation_errors(kernels, shapes, steps[-1])
+        assert kernels.rotate_and_write is not None
+        rotate = partial(kernels.rotate_and_write, eps=shapes.norms.eps)
+        arrays = steps[-1].arrays
+        heads = np.concatenate([arrays.q, arrays.k, arrays.v], axis=1)
+        yield from rotation_errors(rotate, heads, shapes, steps[-1])
 
     def call_all(inputs: list[_StepArrays]) -> list[tuple[list[jax.Array], jax.Array | None]]:
         cases = itertools.product(shapes.attention.windows, inputs)
@@ -235,11 +245,10 @@ def _definition(
     )
 
 
-def _rotation_errors(
-    kernels: KernelSet, shapes: ServedShapes, step: _AttentionStep
+def rotation_errors(
+    rotate_and_write: Callable[..., Any], heads: Any, shapes: ServedShapes, step: _AttentionStep
 ) -> Iterator[float]:
-    """Errors of the kernel that norms, rotates and writes, in a step with prompts."""
-    assert kernels.rotate_and_write is not None
+    """Errors of the kernel that norms, rotates and writes the heads of a step."""
     arrays = step.arrays
     q, k = arrays.q, arrays.k
     rng = np.random.default_rng(3)
@@ -254,9 +263,7 @@ def _rotation_errors(
         q = definitions.rms_norm(q, weights[0], shapes.norms.eps)
         k = definitions.rms_norm(k, weights[1], shapes.norms.eps)
 
-    rotate = jax.jit(partial(kernels.rotate_and_write, eps=shapes.norms.eps))
-    heads = np.concatenate([arrays.q, arrays.k, arrays.v], axis=1)
-    got_q, got_kv = rotate(heads, rope, arrays.kv, arrays.meta, **options)
+    got_q, got_kv = jax.jit(rotate_and_write)(heads, rope, arrays.kv, arrays.meta, **options)
     yield distance(np.asarray(got_q)[: step.rows], definitions.rotate(q, *rope)[: step.rows])
     pool = _written(step, definitions.rotate(k, *rope), arrays.v)
     yield distance(_in_floats(np.asarray(got_kv), step), _in_floats(pool, step))
@@ -294,7 +301,7 @@ def _context_lengths(shapes: ServedShapes, count: int) -> list[int]:
     return [max(1, min(length, shapes.attention.context)) for length in lengths]
 
 
-def _decode_step(shapes: ServedShapes, seats: int) -> _AttentionStep:
+def decode_step(shapes: ServedShapes, seats: int) -> _AttentionStep:
     """A step with one row per seat; the last seat is empty if there are several."""
     lengths = _context_lengths(shapes, max(1, seats - 1))
     return _make_step(shapes, lengths, [], rows=seats, seqs=seats)

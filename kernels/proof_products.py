@@ -59,7 +59,7 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
     normed, and of rows of other widths.
     """
     rng = np.random.default_rng(5)
-    weight = _random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
+    weight = random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
     x = _random_rows(rng, shapes, shapes.hidden_size)
     turned = np.ascontiguousarray(x[:, ::-1])
     sizes = [(shapes.steps.decode[-1], shapes.hidden_size)]
@@ -71,8 +71,8 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
             sizes.append((shapes.steps.decode[-1] * heads.n_heads, heads.head_dim))
     others: list[tuple[np.ndarray, np.ndarray]] = []
     for size in sizes:
-        own_weight = _random_array(rng, size[1:], shapes.norms.dtype)
-        others.append((_random_array(rng, size, shapes.dtype), own_weight))
+        own_weight = random_array(rng, size[1:], shapes.norms.dtype)
+        others.append((random_array(rng, size, shapes.dtype), own_weight))
 
     def call_all(rows: Any, added: Any, weight: Any, others: Any) -> tuple[list[Any], ...]:
         normed = [kernels.rms_norm(x, weight, shapes.norms.eps) for x in rows]
@@ -82,8 +82,8 @@ def _norm_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         return normed, of_others, sums
 
     rows, added = (
-        _of_each_count(x, shapes.steps.product_rows),
-        _of_each_count(turned, shapes.steps.product_rows),
+        of_each_count(x, shapes.steps.product_rows),
+        of_each_count(turned, shapes.steps.product_rows),
     )
     normed, of_others, sums = jax.jit(call_all)(rows, added, weight, others)
     expected = definitions.rms_norm(x, weight, shapes.norms.eps)
@@ -210,7 +210,7 @@ def _errors_of(kernels: KernelSet, matrices: list[Matrix], shapes: ServedShapes)
         return
     products = [_product_of(kernels, matrix) for matrix in matrices]
     operands = [_random_operands(shapes, matrix, 1) for matrix in matrices]
-    inputs = [(_of_each_count(x, shapes.steps.product_rows), *rest) for x, *rest in operands]
+    inputs = [(of_each_count(x, shapes.steps.product_rows), *rest) for x, *rest in operands]
     counts = _present_rows(kernels, shapes.steps.product_rows)
 
     def call_all(inputs: Any, counts: _Counts) -> list[tuple[list[Any], list[Any]]]:
@@ -245,12 +245,12 @@ def _rounded_errors(
 ) -> Iterator[float]:
     """Errors of rounded norms and gates at every row count, beyond those of the last rounding."""
     rng, eps = np.random.default_rng(6), shapes.norms.eps
-    weight = _random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
+    weight = random_array(rng, (shapes.hidden_size,), shapes.norms.dtype)
     x = _random_rows(rng, shapes, shapes.hidden_size)
     added = np.ascontiguousarray(x[:, ::-1])
     counts = shapes.steps.product_rows
     operands = [_random_operands(shapes, one, 1) for one in matrices if one.gated]
-    gated = [(_of_each_count(rows, counts), *rest) for rows, *rest in operands]
+    gated = [(of_each_count(rows, counts), *rest) for rows, *rest in operands]
 
     def call_all(sums: Any, weight: Any, gated: Any) -> tuple[list[Any], list[list[jax.Array]]]:
         normed = [rounding.norm_sum(one, other, weight, eps) for one, other in sums]
@@ -260,17 +260,17 @@ def _rounded_errors(
             results.append([rounding.gated(rows, packed).widened() for rows in inputs])
         return [(total, rows.widened()) for total, rows in normed], results
 
-    pairs = list(zip(_of_each_count(x, counts), _of_each_count(added, counts), strict=True))
+    pairs = list(zip(of_each_count(x, counts), of_each_count(added, counts), strict=True))
     sums, results = jax.jit(call_all)(pairs, weight, gated)
     total = (x.astype(np.float32) + added.astype(np.float32)).astype(x.dtype)
     normed = definitions.rms_norm(total, weight, eps)
     for got_total, got in sums:
-        yield distance(got_total, _repeated(total, len(got)))
-        yield rounded_distance(got, _repeated(normed, len(got)))
+        yield distance(got_total, repeated(total, len(got)))
+        yield rounded_distance(got, repeated(normed, len(got)))
     for (rows, w, scale), by_count in zip(operands, results, strict=True):
         opened = definitions.gated(definitions.matmul_fp8(rows, _number(w, 0), scale))
         for got in by_count:
-            yield rounded_distance(got, _repeated(opened, len(got)))
+            yield rounded_distance(got, repeated(opened, len(got)))
 
 
 def _present_rows(kernels: KernelSet, sizes: Sequence[int]) -> _Counts:
@@ -295,15 +295,13 @@ def _head_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         return
     rng = np.random.default_rng(11)
     x = _random_rows(rng, shapes, shapes.hidden_size)
-    table = _random_array(
-        rng, (_narrowed(shapes.table, _COLUMNS), shapes.hidden_size), shapes.dtype
-    )
+    table = random_array(rng, (_narrowed(shapes.table, _COLUMNS), shapes.hidden_size), shapes.dtype)
 
     def call_all(rows: list[jax.Array], table: jax.Array) -> list[jax.Array]:
         return [kernels.project(x, table) for x in rows]
 
     expected = definitions.matmul(x, table.T)
-    rows = _of_each_count(x, shapes.steps.product_rows)
+    rows = of_each_count(x, shapes.steps.product_rows)
     yield from _distances(jax.jit(call_all)(rows, table), expected)
 
 
@@ -316,13 +314,13 @@ def _int4_errors(kernels: KernelSet, shapes: ServedShapes) -> Iterator[float]:
         if matrix.scheme != "int4":
             continue
         narrowed = replace(matrix, size_out=_narrowed(matrix.size_out, _COLUMNS))
-        weights = _random_int4(rng, narrowed)
+        weights = random_int4(rng, narrowed)
         x = _random_rows(rng, shapes, matrix.size_in)
         yield from _errors_of_int4(kernels.matmul_int4, matmul_int4, x, weights, shapes)
         if matrix.gated and kernels.gated_int4 is not None:
             # All columns: their number decides how many a program computes. Products are about 1,
             # where gates are nonlinear.
-            weights = _random_int4(rng, matrix)
+            weights = random_int4(rng, matrix)
             x = (x.astype(np.float32) / (4 * matrix.size_in**0.5)).astype(x.dtype)
             yield from _errors_of_int4(kernels.gated_int4, _gated_int4, x, weights, shapes)
 
@@ -346,7 +344,7 @@ def _errors_of_int4(
         return [multiply(x, weights) for x in rows]
 
     expected = np.asarray(jax.jit(define)(x, weights), np.float32)
-    rows = _of_each_count(x, shapes.steps.product_rows)
+    rows = of_each_count(x, shapes.steps.product_rows)
     yield from _distances(jax.jit(call_all)(rows, weights), expected)
 
 
@@ -401,7 +399,7 @@ def _one_by_one_errors(
         return
     products = [_product_of(kernels, matrix) for matrix in dict.fromkeys(matrices)]
     operands = [_random_operands(shapes, one.matrix, _EXPERTS) for one in products]
-    inputs = [(_of_each_count(x, shapes.steps.blocks), w, scale) for x, w, scale in operands]
+    inputs = [(of_each_count(x, shapes.steps.blocks), w, scale) for x, w, scale in operands]
     numbers = np.array([0, _EXPERTS - 1], np.int32)
     counts: tuple[_Counts, ...] = (_present_rows(kernels, shapes.steps.blocks), {})
 
@@ -450,7 +448,7 @@ def _matrices_of(mixture: MixtureShape, shapes: ServedShapes) -> tuple[Matrix, M
     )
 
 
-def _random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
+def random_int4(rng: np.random.Generator, matrix: Matrix) -> Int4:
     size_out = matrix.size_out
     groups = matrix.size_in // matrix.group
     packed = rng.integers(0, 256, (matrix.size_in // 2, size_out), np.uint8)
@@ -476,27 +474,27 @@ def _random_operands(
         case "int8":
             return x, rng.integers(-127, 128, size, np.int8), scale / 127
         case "fp8":
-            return x, _random_array(rng, size, "float8_e4m3fn"), scale
+            return x, random_array(rng, size, "float8_e4m3fn"), scale
         case "mxfp4":
             return x, Mxfp4(*random_mxfp4(rng, size, 1.0)), scale
-    return x, _random_array(rng, size, shapes.dtype), scale
+    return x, random_array(rng, size, shapes.dtype), scale
 
 
 def _random_rows(rng: np.random.Generator, shapes: ServedShapes, size: int) -> np.ndarray:
     """Different random rows of `size` numbers."""
-    return _random_array(rng, (_DIFFERENT_ROWS, size), shapes.dtype)
+    return random_array(rng, (_DIFFERENT_ROWS, size), shapes.dtype)
 
 
-def _of_each_count(x: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+def of_each_count(x: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     """The different rows x [., I], repeated to each row count.
 
     They are made outside the program, where the compiler would turn every slice into a loop.
     """
-    most = _repeated(x, max(counts))
+    most = repeated(x, max(counts))
     return [most[:rows] for rows in counts]
 
 
-def _repeated(x: np.ndarray, rows: int) -> np.ndarray:
+def repeated(x: np.ndarray, rows: int) -> np.ndarray:
     """x [., n] repeated to [rows, n]."""
     return np.resize(x, (rows, x.shape[1]))
 
@@ -504,10 +502,10 @@ def _repeated(x: np.ndarray, rows: int) -> np.ndarray:
 def _distances(results: Sequence[jax.Array], expected: np.ndarray) -> Iterator[float]:
     """Distances of each row count's result from the definition's."""
     for got in results:
-        yield distance(got, _repeated(expected, len(got)))
+        yield distance(got, repeated(expected, len(got)))
 
 
-def _random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Random numbers from -1 to 1, drawn in pieces, which halves the time for a large matrix."""
     array = np.empty(shape, jnp.dtype(dtype))
     flat = array.reshape(-1)

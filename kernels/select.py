@@ -14,6 +14,7 @@ from jitney.kernels.interface import (
     Int8Products,
     KernelError,
     KernelSet,
+    PartialProducts,
     RoundingKernels,
 )
 from jitney.kernels.mamba import mamba
@@ -178,6 +179,12 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
     if sm >= _FP8_SINCE:
         rounding = RoundingKernels(kernels.rounded_norm_sum, kernels.rounded_gated_fp8)
         products = Fp8Products(w8a8.pack_fp8, kernels.matmul_fp8, rounding)
+    parts = PartialProducts(
+        kernels.multiply_in_parts,
+        kernels.norm_parts,
+        kernels.rounded_norm_sum,
+        kernels.rotate_and_write,
+    )
     return replace(
         reference(),
         name="triton",
@@ -191,6 +198,7 @@ def _set_of(kernels: TritonKernels, sm: int) -> KernelSet:
         gated=kernels.gated,
         narrow_gates=True,
         fp8=products,
+        parts=parts,
         route=kernels.route,
         experts=kernels.experts,
         delta_net=kernels.delta_net,
@@ -228,6 +236,7 @@ def _flashinfer_for(sm: int, processors: int) -> KernelSet:
         instructions=prompts.template,
         instead=triton,
         fp8=triton.fp8,  # the same products, so that they are compiled once
+        parts=triton.parts,
     )
 
 

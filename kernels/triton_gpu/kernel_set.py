@@ -23,6 +23,7 @@ from jitney.kernels.experts import ExpertBlocks, Stack, gate, opened_size
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, AttentionOptions, KernelError
 from jitney.kernels.mamba import MambaWeights
+from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.routing import Mixture, Routes
 from jitney.kernels.scales import limit_of, scales_of
 from jitney.kernels.triton_gpu import (
@@ -42,6 +43,7 @@ from jitney.kernels.triton_gpu.tiles import (
     PromptTiles,
     attention_tiles,
     latent_tiles,
+    parts_of,
 )
 from jitney.kernels.w8a8 import Fp8, RoundedRows
 
@@ -77,8 +79,8 @@ _FP8_INPUTS = 64
 #: Least rows of codes, except of a single row: cuBLASLt multiplies no fewer. XLA would pad the rows
 #: by a kernel before each product, and pass on a slice of its result (see `_in_one_piece`).
 _FP8_ROWS = 16
-#: Numbers of a row that a warp rounds to fp8: 16 per thread.
-_ROUNDED_BY_WARP = 512
+#: Numbers of a row that a warp rounds to fp8: 16 per thread; and 4 if it adds up to 8 parts first.
+_ROUNDED_BY_WARP, _ADDED_BY_WARP = 512, 128
 
 
 class _Prompts(Protocol):
@@ -408,7 +410,7 @@ class TritonKernels:
 
     def rotate_and_write(
         self,
-        heads: jax.Array,
+        heads: jax.Array | PartialSums,
         rope: tuple[jax.Array, jax.Array],
         kv: jax.Array,
         meta: AttentionMeta,
@@ -417,17 +419,20 @@ class TritonKernels:
         eps: float = 0.0,
         kv_scales: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """See `jitney.kernels.interface.RotateAndWrite`."""
-        _check_rows(heads)
-        n_rows, n_all, dim = heads.shape
-        n_kv = kv.shape[2] // 2
+        """See `jitney.kernels.interface.RotateAndWrite`, and `PartialProducts`."""
+        n_rows, dim = heads.shape[0], kv.shape[3]
+        if not isinstance(heads, PartialSums):
+            _check_rows(heads)
+            heads = _in_one_piece(heads)
+        product, parts = _product_of(heads)
+        n_all, n_kv = math.prod(heads.shape[1:]) // dim, kv.shape[2] // 2
         n_heads = n_all - 2 * n_kv
         scales, limit = self.pool_scales(kv, kv_scales)
         q_norm, k_norm = norms or (scales, scales)  # unread without norms
         pool = jax.new_ref(kv)
         q = self.launch(
             write_kv.rotate_pages,
-            _in_one_piece(heads),
+            *product,
             *rope,
             q_norm,
             k_norm,
@@ -446,6 +451,7 @@ class TritonKernels:
             LIMIT=limit,
             NORMED=norms is not None,
             EPS=float(eps),
+            **parts,
         )
         return q, jax.freeze(pool)
 
@@ -628,8 +634,12 @@ class TritonKernels:
 
     def matmul_int4(self, x: jax.Array, weights: Int4, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """See `jitney.kernels.interface.KernelSet.matmul_int4`."""
+        return _added(self._int4_sums(x, weights, dtype), dtype)
+
+    def _int4_sums(self, x: jax.Array, weights: Int4, dtype: DTypeLike) -> jax.Array:
+        """See `_narrow_sums`."""
         packed, scales, zeros = weights
-        return self._narrow_product(
+        return self._narrow_sums(
             narrow_products.matmul_int4,
             x,
             packed,
@@ -685,7 +695,7 @@ class TritonKernels:
         written_out = w.dtype == jnp.float8_e4m3fn and self.launch.sm < 90
         if not written_out or not self._product_tiles.are_few(len(x), x.dtype.itemsize):
             return reference.matmul(x, w, dtype)
-        return self._narrow_product(
+        sums = self._narrow_sums(
             narrow_products.matmul_fp8,
             x,
             jax.lax.bitcast_convert_type(w, jnp.uint8),
@@ -694,6 +704,7 @@ class TritonKernels:
             inputs=_FP8_INPUTS,
             BLOCK_K=_FP8_INPUTS,
         )
+        return _added(sums, dtype)
 
     def matmul_fp8(
         self, x: jax.Array | RoundedRows, w: Fp8, dtype: DTypeLike = jnp.float32
@@ -707,20 +718,79 @@ class TritonKernels:
         """See `jitney.kernels.w8a8.round_to_fp8`; codes may have more rows, see `_FP8_ROWS`."""
         return self._rounded(narrow_products.round_rows, x, shape=x.shape)
 
+    def norm_parts(
+        self, x: jax.Array, added: PartialSums, weight: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `jitney.kernels.interface.PartialProducts`: sums and norm in one kernel."""
+        product, parts = _product_of(added)
+        total, normed = self.launch(
+            narrow_products.norm_parts,
+            x,
+            *product,
+            weight,
+            out=(
+                jax.ShapeDtypeStruct(x.shape, x.dtype),
+                jax.ShapeDtypeStruct(x.shape, added.dtype),
+            ),
+            grid=(len(x),),
+            EPS=float(eps),
+            **_sizes_of_rows(x.shape[1], _ADDED_BY_WARP),
+            **parts,
+        )
+        return total, normed
+
     def rounded_norm_sum(
-        self, x: jax.Array, added: jax.Array, weight: jax.Array, eps: float
+        self, x: jax.Array, added: jax.Array | PartialSums, weight: jax.Array, eps: float
     ) -> tuple[jax.Array, RoundedRows]:
         """See `jitney.kernels.interface.RoundingKernels`: sum, norm and rounding in one kernel."""
+        product, parts = _product_of(added)
         total, codes, units = self._rounded(
             narrow_products.norm_rows,
             x,
-            added,
+            *product,
             weight,
             shape=x.shape,
             others=(jax.ShapeDtypeStruct(x.shape, x.dtype),),
+            by_warp=_ADDED_BY_WARP if parts["PARTS"] else _ROUNDED_BY_WARP,
             EPS=float(eps),
+            **parts,
         )
         return total, RoundedRows(codes, units, added.dtype)
+
+    def multiply_in_parts(
+        self, x: jax.Array | RoundedRows, w: jax.Array | Fp8 | Int4, scale: jax.Array | None = None
+    ) -> PartialSums | None:
+        """See `jitney.kernels.interface.PartialProducts`: XLA multiplies all parts at once, except
+        of int4.
+        """
+        if isinstance(w, Int4):
+            assert isinstance(x, jax.Array)
+            return self._int4_in_parts(x, w)
+        if isinstance(w, Fp8):
+            _, size_out, size_in = w.kernel.shape
+        else:
+            size_in, size_out = w.shape
+        n_parts = parts_of(x.shape[0], size_in, size_out)
+        if n_parts == 1:
+            return None
+        if isinstance(w, Fp8):
+            codes, units = w8a8.codes_of(x, self.round_to_fp8)
+            kernel, axes = w.kernel[0].reshape(size_out, n_parts, -1), ((2,), (1,))
+            sums = _part_products(codes, kernel, axes, _FP8_ROWS, jax.lax.Precision.HIGHEST)
+            return PartialSums(sums, units, w.scale, len(units), x.dtype)
+        assert isinstance(x, jax.Array)
+        if w.dtype == w8a8.FP8:
+            return None  # see `matmul`
+        kernel, axes = w.reshape(n_parts, -1, size_out).astype(x.dtype), ((1,), (0,))
+        return PartialSums(_part_products(x, kernel, axes, 2), None, scale, len(x), x.dtype)
+
+    def _int4_in_parts(self, x: jax.Array, weights: Int4) -> PartialSums | None:
+        size_in, size_out = weights.shape
+        groups = size_in // weights.group_size
+        if self._product_tiles.matmul(len(x), x.dtype.itemsize, groups, size_out)[1] == 1:
+            return None
+        sums = self._int4_sums(x, weights, jnp.float32)
+        return PartialSums(sums, None, None, len(x), x.dtype)
 
     def rounded_gated_fp8(self, x: jax.Array | RoundedRows, w: Fp8) -> RoundedRows:
         """See `jitney.kernels.interface.RoundingKernels`: one kernel applies the scales and the
@@ -738,26 +808,23 @@ class TritonKernels:
         *args: jax.Array,
         shape: tuple[int, ...],
         others: tuple[jax.ShapeDtypeStruct, ...] = (),
+        by_warp: int = _ROUNDED_BY_WARP,
         **constants: Any,
     ) -> Any:
         """Launch a kernel with a program for each row of its result -> (`others`, codes and scales
-        of the result). shape: of the result, [T, I].
+        of the result). shape: of the result, [T, I]. by_warp: numbers of a row per warp.
         """
         n_rows, size = shape
         padded = n_rows if n_rows == 1 else max(n_rows, _FP8_ROWS)
-        block = _power_of_two(size)
         units = jax.ShapeDtypeStruct((n_rows, 1), jnp.float32)
         return self.launch(
             kernel,
             *args,
             out=(*others, jax.ShapeDtypeStruct((padded, size), w8a8.FP8), units),
             grid=(n_rows,),
-            warps=max(1, min(32, block // _ROUNDED_BY_WARP)),
-            stages=1,
-            SIZE=size,
-            BLOCK=block,
             LEAST=w8a8.LEAST,
             GREATEST=w8a8.GREATEST_FP8,
+            **_sizes_of_rows(size, by_warp),
             **constants,
         )
 
@@ -765,7 +832,7 @@ class TritonKernels:
         """See `jitney.kernels.interface.Kernels.gated`; gates and ups go through memory."""
         return gate(self.matmul(x, w, x.dtype), x.dtype)
 
-    def _narrow_product(
+    def _narrow_sums(
         self,
         kernel: Any,
         x: jax.Array,
@@ -775,16 +842,15 @@ class TritonKernels:
         inputs: int,
         **constants: Any,
     ) -> jax.Array:
-        """x [M, I] times weights with `size_out` columns, read `inputs` rows at a time: [M, O] in
-        `dtype`. The kernel writes `dtype` if one program has the whole sum of an output, else
-        float32.
+        """x [M, I] times weights with `size_out` columns, read `inputs` rows at a time: in parts
+        [P, M, O], which are float32, or in `dtype` if there is one.
         """
         n_rows, size_in = x.shape
         groups = size_in // inputs
         tiles, splits = self._product_tiles.matmul(n_rows, x.dtype.itemsize, groups, size_out)
         block_m = min(tiles.block_m, max(16, _power_of_two(n_rows)))
         row_blocks = -(-n_rows // block_m)
-        y = self.launch(
+        return self.launch(
             kernel,
             x,
             *weights,
@@ -803,9 +869,6 @@ class TritonKernels:
             PRECISION="tf32x3",
             **constants,
         )
-        if splits == 1:
-            return y[0]
-        return jnp.sum(y, axis=0).astype(dtype)
 
     def route(
         self,
@@ -1022,6 +1085,56 @@ def _in_one_piece(rows: jax.Array) -> jax.Array:
     a copying kernel of XLA's.
     """
     return jnp.where(jnp.isnan(rows), jnp.nan, rows) if len(rows) == 1 else rows
+
+
+def _part_products(
+    x: jax.Array,
+    kernel: jax.Array,
+    axes: tuple[tuple[int, ...], tuple[int, ...]],
+    least_rows: int,
+    precision: jax.lax.Precision | None = None,
+) -> jax.Array:
+    """x [T, I] times each part of a kernel -> float32 [P, rows, O]; more rows than T repeat row 0.
+    axes: those of the kernel that are the inputs of a part, and the parts.
+
+    XLA would multiply one row without tensor cores, and write its products to memory.
+    """
+    if len(x) == 1:
+        x = jnp.broadcast_to(x, (least_rows, x.shape[1]))
+    inputs, parts = axes
+    return jax.lax.dot_general(
+        x.reshape(len(x), kernel.shape[parts[0]], -1),
+        kernel,
+        (((2,), inputs), ((1,), parts)),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _added(parts: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The sum of the parts [P, T, O] of a product, in dtype."""
+    return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0).astype(dtype)
+
+
+def _product_of(product: jax.Array | PartialSums) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
+    """Arguments and constants of `narrow_products.row_of_product`."""
+    unread = jnp.zeros((1,), jnp.float32)
+    if not isinstance(product, PartialSums):
+        constants = {"PARTS": 0, "PART": 0, "UNITS": False, "SCALED": False}
+        return (product, unread, unread), constants
+    parts, units, scale = product.parts, product.units, product.scale
+    n_parts, n_rows, size = parts.shape
+    constants = {"PARTS": n_parts, "PART": n_rows * size}
+    constants |= {"UNITS": units is not None, "SCALED": scale is not None}
+    operands = unread if units is None else units, unread if scale is None else scale
+    return (parts, *operands), constants
+
+
+def _sizes_of_rows(size: int, by_warp: int) -> dict[str, int]:
+    """Constants of kernels whose programs have a row of `size` numbers each."""
+    block = _power_of_two(size)
+    warps = max(1, min(32, block // by_warp))
+    return {"SIZE": size, "BLOCK": block, "warps": warps, "stages": 1}
 
 
 def _check_rows(rows: jax.Array) -> None:

@@ -290,9 +290,98 @@ def round_rows(
 
 
 @triton.jit
+def row_of_product(
+    product,
+    row,
+    columns,
+    inside,
+    units,
+    scale,
+    dtype: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    UNITS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Columns of a row of a product, rounded to dtype, as float32. PARTS 0: product [T, SIZE]; else
+    its parts, float32 [PARTS, PART / SIZE, SIZE], see `jitney.kernels.partial_sums`; units and
+    scale are read if UNITS and SCALED.
+    """
+    cells = product + row.to(tl.int64) * SIZE + columns
+    total = tl.load(cells, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        total += tl.load(cells + part * PART, mask=inside, other=0.0)
+    if UNITS:
+        total *= tl.load(units + row)
+    if SCALED:
+        total *= tl.load(scale + columns, mask=inside, other=0.0)
+    return total.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _normed_sum(
+    x,
+    added,
+    weight,
+    total,
+    places,
+    columns,
+    inside,
+    dtype: tl.constexpr,
+    SIZE: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Store x + added (float32) at `places` of `total`, in x's dtype -> its RMS norm with `weight`
+    [SIZE], in dtype.
+    """
+    whole = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) + added
+    whole = whole.to(x.dtype.element_ty)
+    tl.store(total + places, whole, mask=inside)
+    whole = whole.to(tl.float32)
+    spread = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / SIZE + EPS)
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    return (whole * spread * factors).to(dtype)
+
+
+@triton.jit
+def norm_parts(
+    x,
+    added,
+    units_in,
+    scale,
+    weight,
+    total,
+    normed,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    UNITS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """x [T, SIZE] plus `added`, which is in parts (see `row_of_product`) -> total in x's dtype, and
+    its RMS norm with weight [SIZE]; program (row).
+    """
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    places = row.to(tl.int64) * SIZE + columns
+    dtype: tl.constexpr = normed.dtype.element_ty
+    other = row_of_product(
+        added, row, columns, inside, units_in, scale, dtype, SIZE, PARTS, PART, UNITS, SCALED
+    )
+    result = _normed_sum(x, other, weight, total, places, columns, inside, dtype, SIZE, EPS)
+    tl.store(normed + places, result, mask=inside)
+
+
+@triton.jit
 def norm_rows(
     x,
     added,
+    units_in,
+    scale,
     weight,
     total,
     codes,
@@ -300,26 +389,28 @@ def norm_rows(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    UNITS: tl.constexpr,
+    SCALED: tl.constexpr,
     LEAST: tl.constexpr,
     GREATEST: tl.constexpr,
 ):
-    """x + added [T, SIZE] -> total in x's dtype; its RMS norm, with weight [SIZE] and in added's
-    dtype, -> codes and units, see `_store_rounded`; program (row).
+    """x + added [T, SIZE], which may be in parts (see `row_of_product`) -> total in x's dtype; its
+    RMS norm, with weight [SIZE] and in added's dtype, -> codes and units, see `_store_rounded`;
+    program (row).
     """
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     places = row.to(tl.int64) * SIZE + columns
-    whole = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
-    whole += tl.load(added + places, mask=inside, other=0.0).to(tl.float32)
-    whole = whole.to(x.dtype.element_ty)
-    tl.store(total + places, whole, mask=inside)
-    whole = whole.to(tl.float32)
-    spread = 1.0 / tl.sqrt(tl.sum(whole * whole, 0) / SIZE + EPS)
-    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = added.dtype.element_ty if PARTS == 0 else x.dtype.element_ty
+    other = row_of_product(
+        added, row, columns, inside, units_in, scale, dtype, SIZE, PARTS, PART, UNITS, SCALED
+    )
     # Rounded to the activations' dtype first, like a separate norm.
-    normed = (whole * spread * factors).to(added.dtype.element_ty).to(tl.float32)
-    _store_rounded(normed, row, places, inside, codes, units, LEAST, GREATEST)
+    normed = _normed_sum(x, other, weight, total, places, columns, inside, dtype, SIZE, EPS)
+    _store_rounded(normed.to(tl.float32), row, places, inside, codes, units, LEAST, GREATEST)
 
 
 @triton.jit

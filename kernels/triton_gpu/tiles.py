@@ -171,6 +171,25 @@ _MXFP4_INPUTS, _MXFP4_ROWS = 64, 64
 _LEAST_COLUMNS = 64
 
 
+#: Columns and rows of a tile of a product in parts, the most programs that its parts give work to
+#: (two for each processor of an H100), the most parts, and the least inputs of one. XLA, which
+#: multiplies the parts, would divide them once more if they were fewer.
+_PART_COLUMNS, _PART_ROWS, _PART_PROGRAMS, _MOST_PARTS, _PART_INPUTS = 128, 64, 256, 8, 256
+
+
+def parts_of(rows: int, size_in: int, size_out: int) -> int:
+    """Number of parts of a product, a power of two; 1: it is not divided. Up to 64 rows it follows
+    from the weight's shape alone, so that a row's result does not depend on the number of rows.
+    """
+    tiles = -(-size_out // _PART_COLUMNS) * -(-rows // _PART_ROWS)
+    parts = 1
+    while 2 * parts * tiles <= _PART_PROGRAMS and parts < _MOST_PARTS:
+        if size_in % (2 * parts * _PART_INPUTS):
+            break
+        parts *= 2
+    return parts
+
+
 def _generation(sm: int) -> int:
     """The tuned generation used for compute capability `sm`: the last one that is not newer.
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from jitney.kernels.triton_gpu.narrow_products import row_of_product
+
 
 @triton.jit
 def _stored(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):
@@ -68,6 +70,8 @@ def write_pages(
 @triton.jit
 def rotate_pages(
     heads_in,
+    units,
+    scale_in,
     cos,
     sin,
     q_norm,
@@ -84,9 +88,14 @@ def rotate_pages(
     LIMIT: tl.constexpr,
     NORMED: tl.constexpr,
     EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    UNITS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Norm and rotate the queries of heads_in [T, H + 2K, D] to q [T, H, D]; write keys, likewise
-    normed and rotated, and values to kv; program (token, head).
+    normed and rotated, and values to kv; program (token, head). heads_in may be a product in parts,
+    with units and scale_in, see `narrow_products.row_of_product`.
 
     q_norm and k_norm [D] are the weights of the query and key norm. cos and sin float32 [T, D // 2]
     rotate pairs (j, j + D/2). HALF: D // 2 padded to a power of two.
@@ -99,16 +108,21 @@ def rotate_pages(
     row = tl.load(rows + token).to(tl.int64)
     if (head >= H) & (row >= POOL):
         return
-    source = heads_in + (token * (H + 2 * K) + head) * D + pairs
-    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = q.dtype.element_ty
+    columns = head * D + pairs
+    SIZE: tl.constexpr = (H + 2 * K) * D
+    left = row_of_product(
+        heads_in, token, columns, inside, units, scale_in, dtype, SIZE, PARTS, PART, UNITS, SCALED
+    )
+    columns += half
+    right = row_of_product(
+        heads_in, token, columns, inside, units, scale_in, dtype, SIZE, PARTS, PART, UNITS, SCALED
+    )
     if head < H + K:
         if NORMED:
             weights = (q_norm if head < H else k_norm) + pairs
             spread = 1.0 / tl.sqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / D + EPS)
-            dtype = (
-                heads_in.dtype.element_ty
-            )  # the norm rounds to the activations' dtype, like a separate norm
+            # The norm rounds to the activations' dtype, like a separate norm.
             left = (
                 (left * spread * tl.load(weights, mask=inside, other=0.0).to(tl.float32))
                 .to(dtype)
@@ -131,7 +145,7 @@ def rotate_pages(
         if LIMIT > 0:
             scale = tl.load(kv_scales + slot)
         cells = kv + (row * 2 * K + slot) * D + pairs
-        dtype = heads_in.dtype.element_ty  # the result equals that of two separate operations
+        # The result equals that of two separate operations.
         lower = _stored(left.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
         upper = _stored(right.to(dtype).to(tl.float32), scale, kv.dtype.element_ty, LIMIT)
         tl.store(cells, lower, mask=inside)

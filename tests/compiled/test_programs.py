@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from compiled_specs import GPUS, MANY, MIXTURE, SEATS, Spec, every_spec, facts
+from compiled_specs import GPUS, MANY, MIXTURE, MODELS, SEATS, Spec, every_spec, facts
 
 from jitney.engine.core.executor.memory import likely_temp_bytes
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
@@ -113,6 +113,26 @@ def test_norms_and_gates_round_their_rows_to_fp8(spec: Spec):
         assert (kernels["norm_rows"], kernels["gate_rows"]) == (2 * layers - 1, layers)
         # Attention's output; that norm, and the head's.
         assert kernels["round_rows"] == layers + 2
+
+
+#: Kernels of a layer of a decode step, by the weights' format.
+LAYER_KERNELS = {"plain": 10, "fp8": 11}
+
+
+@steps_that(
+    lambda spec: (
+        spec.target == "h100"
+        and spec.model in MODELS
+        and spec.weights in LAYER_KERNELS
+        and (spec.decodes, spec.plain, spec.devices) == (True, True, 1)
+    )
+)
+def test_products_are_added_by_the_kernels_that_read_them(spec: Spec):
+    """Beside the layers there are at most 21 kernels: indices, embedding, head, and the choice of
+    tokens.
+    """
+    step, layers = facts(spec), spec.layers or SHAPES[spec.model].n_layers
+    assert step["nodes"] <= LAYER_KERNELS[spec.weights] * layers + 21
 
 
 @steps_that(lambda spec: spec.model == MIXTURE)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ragged import Case, attention, make
-from rounding_kernels import PRODUCTS, ROUNDING
+from rounding_kernels import PARTS, PRODUCTS, ROUNDING
 
 from jitney.kernels import definitions, delta_net, proof, reference, w8a8
 from jitney.kernels import experts as plain_experts
@@ -28,6 +28,7 @@ from jitney.kernels.interface import (
 )
 from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
 from jitney.kernels.pallas_tpu.kernel_set import PallasKernels
+from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.proof_attention import _long_steps
 from jitney.kernels.proof_products import _narrowed
 from jitney.kernels.proof_shapes import (
@@ -473,6 +474,42 @@ def test_norms_and_gates_that_are_rounded_to_fp8_are_proved(dtype: str):
     for wrong in (replace(ROUNDING, norm_sum=norm_sum), replace(ROUNDING, gated=gated)):
         kernels = changed(fp8=replace(PRODUCTS, rounding=wrong))
         assert list(errors(kernels, served)) == ["fp8 product"]
+
+
+@pytest.mark.parametrize("scheme", ["plain", "fp8", "int4"])
+def test_products_in_parts_are_proved(scheme: str):
+    """A wrong product is found, and each wrong reader of one."""
+
+    def matmul(x: Any, w: Any, scale: Any = None) -> PartialSums | None:
+        product = PARTS.matmul(x, w, scale)
+        if product is None or product.rows != 16:
+            return product
+        return replace(product, parts=product.parts.at[1].set(0))
+
+    def norm_sum(x: Any, added: PartialSums, weight: Any, eps: float) -> Any:
+        return PARTS.norm_sum(x, replace(added, parts=added.parts[:1]), weight, eps)
+
+    def rounded_norm_sum(x: Any, added: PartialSums, weight: Any, eps: float) -> Any:
+        total, rows = PARTS.rounded_norm_sum(x, added, weight, eps)
+        return total, replace(rows, units=rows.units.at[0].multiply(1.25))
+
+    def rotate_and_write(heads: PartialSums, *args: Any, **options: Any) -> Any:
+        q, kv = PARTS.rotate_and_write(heads, *args, **options)
+        return q.at[0, 1].multiply(1.5), kv
+
+    heads = SERVED.attention.n_heads + 2 * SERVED.attention.n_kv_heads
+    columns = heads * SERVED.attention.head_dim
+    matrices = tuple(Matrix(192, size, scheme, group=64) for size in (SERVED.hidden_size, columns))
+    served = serving(SERVED, matrices=matrices)
+    found = {"plain": ["matmul", "norm_sum", "rotate_and_write"], "int4": []}
+    found["fp8"] = [*found["plain"], "rounded_norm_sum"]
+    assert not errors(changed(fp8=PRODUCTS, parts=PARTS), served)
+    for wrong in (matmul, norm_sum, rounded_norm_sum, rotate_and_write):
+        name = wrong.__name__
+        kernels = changed(fp8=PRODUCTS, parts=replace(PARTS, **{name: wrong}))
+        expected = ["products in parts"] if name in found[scheme] else []
+        assert list(errors(kernels, served)) == expected
+    assert proof.without(kernels, ["products in parts"]).parts is None
 
 
 def test_a_row_in_fp8_has_its_own_units_alone_and_among_others():

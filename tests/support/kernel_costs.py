@@ -95,11 +95,21 @@ def kernel_cost(
         slots = kept.slots.get(array.elements)
         return array.nbytes if slots is None else array.nbytes * step.decode / slots
 
+    def padding_of(array: Array) -> float:
+        """Bytes of the padding rows of a product in parts [P, T, O], which its reader leaves out;
+        other float32 arrays with three axes have no more rows than the step.
+        """
+        if len(array.dims) != 3 or array.dtype != "f32" or array.dims[1] <= step.rows:
+            return 0.0
+        return array.nbytes * (1 - step.rows / array.dims[1])
+
     def cost(name: str, taken: list[Array], made: list[Array]) -> tuple[float, float]:
         pool = next((array for array in taken if is_pool(array)), None)
         row = math.prod(pool.dims[-2:]) * pool.itemsize if pool else 0.0
         load = step.within(kept.pools[pool.elements]) if pool else step
         rest = sum(moved(array) for array in (*taken, *made) if not is_pool(array))
+        if name in ("rotate_pages", "norm_rows", "norm_parts"):
+            rest -= sum(padding_of(array) for array in taken)
         match name:
             case "rotate_pages" | "write_pages":
                 return rest + load.rows * row, 0.0

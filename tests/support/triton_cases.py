@@ -33,6 +33,7 @@ from delta_nets import (
 from flashinfer_reader import attend_by
 from int4_weights import pack_int4
 from ragged import Batch, Case, attention, make, written
+from rounding_kernels import PARTS
 
 from jitney.engine.core.weights.checkpoints.layer_configs import ExpertsConfig
 from jitney.kernels import definitions, reference, w8a8
@@ -44,6 +45,7 @@ from jitney.kernels.expert_cases import _make_inputs as make_experts
 from jitney.kernels.experts import ExpertBlocks
 from jitney.kernels.flashinfer_gpu.prompts import _hopper_plan, _page_lists
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.proof_routing import route_error
 from jitney.kernels.proof_shapes import distance, rounded_distance
 from jitney.kernels.select import select
@@ -157,6 +159,102 @@ def in_chunks() -> dict[str, Any]:
         o, kv = attend(replace(whole, q=q, k=k, v=v, kv=kv, meta=meta))
         errors.append(float(np.abs(o[:count] - expected[rows]).max()))
     return {"error": max(errors)}
+
+
+def in_parts(
+    rows: int, size: int, n_parts: int, dtype: str, *, units: bool, scale: bool
+) -> PartialSums:
+    """A random product, with a padding row of NaN."""
+    rng = np.random.default_rng(8)
+    parts = rng.standard_normal((n_parts, rows + 1, size), np.float32) / np.float32(n_parts)
+    parts[:, rows] = np.nan
+    factors = rng.uniform(0.5, 2.0, rows + size).astype(np.float32)
+    of_rows = jnp.asarray(factors[:rows, None]) if units else None
+    of_outputs = jnp.asarray(factors[rows:]) if scale else None
+    return PartialSums(jnp.asarray(parts), of_rows, of_outputs, rows, jnp.dtype(dtype))
+
+
+def check_norm_of_parts(
+    rows: int, size: int, n_parts: int = 4, dtype: str = "float32", *, units: bool = False
+) -> dict[str, Any]:
+    """Error of the norm of a sum with a product in parts, and of the same norm rounded to fp8;
+    whether the sums are numpy's, and whether a row alone has the same bits.
+    """
+    product = in_parts(rows, size, n_parts, dtype, units=units, scale=rows > 1)
+    rng = np.random.default_rng(9)
+    x = jnp.asarray(rng.standard_normal((rows, size), np.float32).astype(dtype))
+    weight = jnp.asarray(rng.standard_normal(size, np.float32).astype(dtype))
+
+    def run(x: jax.Array, product: PartialSums) -> list[jax.Array]:
+        total, normed = KERNELS.norm_parts(x, product, weight, 1e-5)
+        again, rounded = KERNELS.rounded_norm_sum(x, product, weight, 1e-5)
+        return [total, normed, again, rounded.widened()]
+
+    total, normed, again, rounded = found = jax.tree.map(np.asarray, jax.jit(run)(x, product))
+    own = product.units if product.units is None else product.units[-1:]
+    last = replace(product, parts=product.parts[:, rows - 1 : rows], units=own, rows=1)
+    alone = jax.jit(run)(x[-1:], last)
+    same = all(np.array_equal(one[-1:], other) for one, other in zip(found, alone, strict=True))
+    expected = np.asarray(x + product.whole())
+    apart = np.abs(total.astype(np.float32) - expected.astype(np.float32)).max()
+    expected = definitions.rms_norm(total, np.asarray(weight), 1e-5)
+    return {
+        "sum_error": float(apart),
+        "error": distance(normed, expected),
+        "rounded_error": rounded_distance(rounded, normed.astype(np.float32)),
+        "same": same and np.array_equal(total, again),
+    }
+
+
+def check_rotation_of_parts(case: Case, normed: bool) -> dict[str, Any]:
+    """`check_rotation` of a product in parts, compared with the same kernel on the whole
+    product.
+    """
+    batch = make(case)
+    rows, n_heads, dim = batch.q.shape
+    n_all = n_heads + 2 * batch.k.shape[1]
+    product = in_parts(rows, n_all * dim, 3, case.dtype, units=normed, scale=normed)
+    angles = np.random.default_rng(1).uniform(0, 7, (rows, 1, dim // 2)).astype(np.float32)
+    options: dict[str, Any] = {"kv_scales": batch.options.get("kv_scales")}
+    if normed:
+        weights = np.random.default_rng(2).standard_normal((2, dim), np.float32)
+        options |= {"norms": tuple(weights.astype(case.dtype)), "eps": 1e-5}
+    rope = jnp.cos(angles), jnp.sin(angles)
+    heads = product.whole().reshape(rows, n_all, dim)
+    rotate = jax.jit(functools.partial(KERNELS.rotate_and_write, **options))
+    results = [rotate(one, rope, batch.kv, batch.meta) for one in (product, heads)]
+    (q, kv), (expected_q, expected_kv) = jax.tree.map(
+        lambda x: np.asarray(x).astype(np.float64), results
+    )
+    steps = np.abs(kv - expected_kv) / np.maximum(1, np.abs(expected_kv))
+    return {
+        "error": float(np.abs(q - expected_q).max()),
+        "pool_error": float(steps.max()),
+        "moved": float((kv != batch.kv.astype(np.float64)).mean()),
+    }
+
+
+def check_product_in_parts(rows: int, scheme: str) -> dict[str, Any]:
+    """Error of a product's parts, added by numpy, against the definition; number of parts."""
+    rng = np.random.default_rng(10)
+    x = rng.standard_normal((rows, 1024), np.float32)
+    scale = rng.uniform(0.5, 2.0, 96).astype(np.float32)
+    if scheme == "int4":
+        weights = pack_int4(rng.integers(0, 16, (1024, 96)), np.tile(scale, (16, 1)) / 64, None)
+        weights = jax.tree.map(jnp.asarray, weights)
+        expected = np.asarray(KERNELS.matmul_int4(jnp.asarray(x), weights))
+        product = jax.jit(lambda x: KERNELS.multiply_in_parts(x, weights))(x)
+    elif scheme == "fp8":
+        w = rng.standard_normal((1024, 96), np.float32).astype(jnp.float8_e4m3fn)
+        packed = Fp8(w8a8.pack_fp8(jnp.asarray(w)), jnp.asarray(scale))
+        expected = definitions.matmul_fp8(x, w, scale)
+        product = jax.jit(lambda x: KERNELS.multiply_in_parts(x, packed))(x)
+    else:
+        w = rng.integers(-127, 128, (1024, 96), np.int8)
+        expected = definitions.matmul(x, w) * scale
+        operands = jnp.asarray(w), jnp.asarray(scale)
+        product = jax.jit(lambda x: KERNELS.multiply_in_parts(x, *operands))(x)
+    return {"error": distance(product.whole(), expected), "parts": len(product.parts)}
 
 
 def check_rotation(case: Case, normed: bool) -> dict[str, Any]:
@@ -441,7 +539,7 @@ def cut_by_sorting(row: np.ndarray, k: int, p: float) -> float:
 
 def whole_model() -> dict[str, Any]:
     """Compare logits of a small Llama with the reference kernels, in a mixed step and the decode
-    step after it; also with attention that does not rotate and write.
+    step after it; also with attention that does not rotate and write, and with products in parts.
     """
     from jitney.engine.core.models.hidden import Hidden
     from jitney.engine.core.models.registry import random_model
@@ -465,7 +563,9 @@ def whole_model() -> dict[str, Any]:
     plain = select("cpu", "reference")
     fused = replace(plain, rotate_and_write=KERNELS.rotate_and_write, attend=KERNELS.attend)
     unfused = replace(plain, paged_attention=KERNELS.paged_attention)
-    for kernels in (unfused, fused, plain):
+    readers = {"norm_sum": KERNELS.norm_parts, "rotate_and_write": KERNELS.rotate_and_write}
+    in_parts = replace(fused, parts=replace(PARTS, **readers))
+    for kernels in (unfused, fused, in_parts, plain):
         # Few rows, since the interpreter rotates each head of each row separately.
         batch = make(Case((6, 2, 16), (40,), ((9, 9), (35, 8)), rows=24, seqs=4, pages=8))
         pools = [jnp.zeros(batch.kv.shape, "int8")] * 2
@@ -551,6 +651,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "rotation: int8 pool, float16, normed": lambda: check_rotation(
         replace(SHORT, dtype="float16", pool="int8"), True
     ),
+    "rotation: of parts": lambda: check_rotation_of_parts(SHORT, False),
+    "rotation: of parts, int8 pool, float16, normed": lambda: check_rotation_of_parts(
+        replace(SHORT, dtype="float16", pool="int8"), True
+    ),
     "int4: one row": lambda: check_int4(1, 128, True),
     "int4: zero points": lambda: check_int4(5, 128, False),
     "int4: groups of 32": lambda: check_int4(9, 32, False),
@@ -572,6 +676,13 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "rounded: norm of one row": lambda: check_rounded_norm(1, 512),
     "rounded: norm of padded rows": lambda: check_rounded_norm(5, 700),
     "rounded: norm of many rows": lambda: check_rounded_norm(17, 64, "float16"),
+    "parts: norm of one row": lambda: check_norm_of_parts(1, 512, 8),
+    "parts: norm of padded rows": lambda: check_norm_of_parts(5, 700, units=True),
+    "parts: norm of many rows, float16": lambda: check_norm_of_parts(17, 64, 2, "float16"),
+    "product in parts: one row": lambda: check_product_in_parts(1, "int8"),
+    "product in parts: rounded rows": lambda: check_product_in_parts(5, "fp8"),
+    "product in parts: one rounded row": lambda: check_product_in_parts(1, "fp8"),
+    "product in parts: int4": lambda: check_product_in_parts(5, "int4"),
     "rounded: gate of one row": lambda: check_rounded_gate(1, 96),
     "rounded: gate of padded rows": lambda: check_rounded_gate(5, 700),
     "rounded: gate of many rows": lambda: check_rounded_gate(17, 64, "float16"),

@@ -18,6 +18,7 @@ from jitney.engine.core.models.layers import Layer, Linear, RMSNorm, UnitNorm, n
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.interface import AttentionMeta, Kernels, RotateAndWrite
+from jitney.kernels.partial_sums import PartialSums, whole
 from jitney.kernels.w8a8 import RoundedRows
 
 
@@ -91,21 +92,33 @@ class Attention(Mixer):
         kv: Array,
         meta: AttentionMeta,
         kernels: Kernels,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array | PartialSums, Array]:
         """x [T, E], rope: the rotation of the rows, kv [N, page, 2K, D] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
-        heads = self.projected(x, kernels, meta.adapted).reshape(x.shape[0], -1, self.head_dim)
+        heads = self.projected(x, kernels, meta.adapted)
+        if isinstance(heads, Array):
+            heads = heads.reshape(x.shape[0], -1, self.head_dim)
         o, kv = self.attended(heads, rope, kv, meta, kernels)
-        return self.o(o, kernels, adapted=meta.adapted), kv
+        return self.o.in_parts(o, kernels, meta.adapted), kv
 
     def attended(
-        self, heads: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+        self,
+        heads: Array | PartialSums,
+        rope: Rope,
+        kv: Array,
+        meta: AttentionMeta,
+        kernels: Kernels,
     ) -> tuple[Array, Array]:
-        """heads [T, H + 2K, D] of queries, keys and values -> (the attention output [T, H * D],
-        kv).
+        """heads [T, H + 2K, D] of queries, keys and values, or the product in parts that has them
+        -> (the attention output [T, H * D], kv).
         """
         factors, options = self._pool_factors(), self.options()
-        if kernels.rotate_and_write is None:
+        if isinstance(heads, PartialSums):
+            assert kernels.parts is not None
+            rotate = partial(kernels.parts.rotate_and_write, **factors)
+            q, kv = self.write(heads, rope, kv, meta, rotate)
+            o = kernels.attend(rope.scaled(q), kv, meta, **options)
+        elif kernels.rotate_and_write is None:
             q, k, v = self.rotated(heads, rope, kernels)
             o, kv = kernels.paged_attention(rope.scaled(q), k, v, kv, meta, **options)
         else:
@@ -128,9 +141,13 @@ class Attention(Mixer):
     def takes_rounded(self, kernels: Kernels) -> bool:
         return self.qkv.takes_rounded(kernels)
 
-    def projected(self, x: Array | RoundedRows, kernels: Kernels, adapted: Array | None) -> Array:
+    def projected(
+        self, x: Array | RoundedRows, kernels: Kernels, adapted: Array | None
+    ) -> Array | PartialSums:
         """x [T, E] -> queries, keys and values before the split into heads, [T, (H + 2K) * D]."""
-        return self.qkv(x, kernels, adapted=adapted)
+        if self.o.summed:  # heads are split over devices
+            return self.qkv(x, kernels, adapted=adapted)
+        return self.qkv.in_parts(x, kernels, adapted)
 
     def _pool_factors(self) -> dict[str, Any]:
         if self.kv_scales is None:
@@ -146,13 +163,13 @@ class Attention(Mixer):
             q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
         return rope.rotate(q), rope.rotate(k), v
 
-    def write(
+    def write[Heads](
         self,
-        heads: Array,
+        heads: Heads,
         rope: Rope,
         kv: Array,
         meta: AttentionMeta,
-        rotate_and_write: RotateAndWrite,
+        rotate_and_write: RotateAndWrite[Heads],
     ) -> tuple[Array, Array]:
         """heads [T, H + 2K, D] -> (q [T, H, D], kv with the keys and values), with one kernel that
         normalises, rotates and writes.
@@ -182,7 +199,7 @@ class GatedAttention(Attention):
     ) -> tuple[Array, Array]:
         kernels = kernels.of_rows(meta.counts[2])
         n_rows, split = x.shape[0], 2 * self.n_heads * self.head_dim
-        rows = self.projected(x, kernels, meta.adapted)
+        rows = whole(self.projected(x, kernels, meta.adapted))
         if self.gates_apart:
             queries, gates = jnp.split(rows[:, :split], 2, axis=1)
             queries = queries.reshape(n_rows, self.n_heads, self.head_dim)

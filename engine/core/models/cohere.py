@@ -19,6 +19,7 @@ from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 from jitney.kernels.interface import AttentionMeta, Kernels
+from jitney.kernels.partial_sums import whole
 
 _HF = replace(HF, mlp_norm="", paired_rows=True)
 _GGUF = replace(GGUF, mlp_norm="", paired_rows=True)
@@ -38,7 +39,8 @@ class _ParallelBlock(Block):
     ) -> tuple[Array, Array, Array]:
         x, normed = self.attention_norm.of_sum(x, added, kernels)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
-        both = o.astype(jnp.float32) + self.fed_forward(normed, kernels, RowFacts.of(meta))
+        o, answers = whole(o), whole(self.fed_forward(normed, kernels, RowFacts.of(meta)))
+        both = o.astype(jnp.float32) + answers
         return x, rounded(both, o.dtype), kv
 
 

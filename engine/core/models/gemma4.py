@@ -48,6 +48,7 @@ from jitney.engine.core.weights.checkpoints.names import (
     WeightMap,
 )
 from jitney.kernels.interface import AttentionMeta, Kernels
+from jitney.kernels.partial_sums import PartialSums, whole
 
 _HF = replace(
     HF,
@@ -94,11 +95,17 @@ class _Attention(Attention):
     """Attention with normed values, or over the pages of another layer."""
 
     def attended(
-        self, heads: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
+        self,
+        heads: Array | PartialSums,
+        rope: Rope,
+        kv: Array,
+        meta: AttentionMeta,
+        kernels: Kernels,
     ) -> tuple[Array, Array]:
         """As `Attention.attended`, with heads [T, H + 2K, D]; [T, H + K, D] if keys serve as
         values, and [T, H, D] if the layer reads another layer's pages.
         """
+        heads = whole(heads).reshape(heads.shape[0], -1, self.head_dim)
         if not self.keeps_kv:
             assert self.q_norm is not None
             q = rope.rotate(self.q_norm(heads, kernels))
@@ -115,7 +122,7 @@ class _Attention(Attention):
 class _FeedForward(MLP):
     def of_sums(self, x: Array, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """x [T, E] and the normed x -> [T, E]."""
-        return self(normed, kernels, rows)
+        return whole(self(normed, kernels, rows))
 
 
 class _FeedForwardAndExperts(Experts):

@@ -16,6 +16,7 @@ from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.kernels.interface import AttentionMeta, Kernels
+from jitney.kernels.partial_sums import whole
 
 _HYBRID = replace(
     HF,
@@ -39,10 +40,11 @@ class _GraniteBlock(MixtureBlock):
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
         x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
-        return x, scaled(o, self.residual_factor), kv
+        return x, scaled(whole(o), self.residual_factor), kv
 
     def fed_forward(self, normed: Array, kernels: Kernels, rows: RowFacts) -> Array:
-        return scaled(super().fed_forward(normed, kernels, rows), self.residual_factor)
+        answers = whole(super().fed_forward(normed, kernels, rows))
+        return scaled(answers, self.residual_factor)
 
 
 class Granite(Llama):

@@ -26,6 +26,7 @@ from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import Activation, ModelConfig
 from jitney.kernels.experts import gate
 from jitney.kernels.interface import AttentionMeta, Kernels, Pack
+from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.w8a8 import Fp8, RoundedRows
 
 #: Fewest rows for which a product that is summed over devices is computed in two halves: from here
@@ -144,6 +145,15 @@ class Linear(Layer):
         assert not isinstance(x, RoundedRows)
         y = self.packed.product(x, kernels)
         return (y + self.adapters(x, adapted, kernels)).astype(dtype)
+
+    def in_parts(
+        self, x: Array | RoundedRows, kernels: Kernels, adapted: Array | None
+    ) -> Array | PartialSums:
+        """See `__call__`; the result may be in parts if nothing is added to the product."""
+        parts = None
+        if not self.summed and self.bias is None and self.adapters is None:
+            parts = self.packed.in_parts(x, kernels)
+        return self(x, kernels, adapted=adapted) if parts is None else parts
 
     def _sum(self, x: Array | RoundedRows, kernels: Kernels, adapted: Array | None) -> Array:
         """The sum of all devices' products: [T, O] in x's dtype."""
@@ -380,13 +390,15 @@ class MLP(Layer):
         )
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs, summed=config.shards > 1)
 
-    def __call__(self, x: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
+    def __call__(
+        self, x: Array | RoundedRows, kernels: Kernels, rows: RowFacts
+    ) -> Array | PartialSums:
         """x [T, E] -> [T, E]."""
         if rows.count is not None:
             kernels = kernels.of_rows(rows.count)
         rounded = self.down.takes_rounded(kernels)
         inner = self.gate_up.gated(x, kernels, rows.adapted, rounded=rounded)
-        return self.down(inner, kernels, adapted=rows.adapted)
+        return self.down.in_parts(inner, kernels, rows.adapted)
 
     def takes_rounded(self, kernels: Kernels) -> bool:
         """See `Linear.takes_rounded`."""

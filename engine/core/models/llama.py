@@ -37,10 +37,15 @@ from jitney.engine.core.models.sharding import TENSOR, laid_out_anew
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat, WeightMap
 from jitney.kernels.interface import AttentionMeta, Kernels
+from jitney.kernels.partial_sums import PartialSums, whole
 from jitney.kernels.w8a8 import RoundedRows
 
 #: Classes whose queries and keys llama.cpp's converter reorders.
 _PAIRED = ("LlamaForCausalLM", "Ministral3ForCausalLM", "SmolLM3ForCausalLM")
+
+
+#: The output of half a layer, [T, E], which its reader may have to add up.
+type _Product = Array | PartialSums
 
 
 class Block(Layer):
@@ -73,8 +78,14 @@ class Block(Layer):
         self.residual_factor = config.residual_factor
 
     def __call__(
-        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array, Array]:
+        self,
+        x: Array,
+        added: _Product,
+        rope: Rope,
+        kv: Array,
+        meta: AttentionMeta,
+        kernels: Kernels,
+    ) -> tuple[Array, _Product, Array]:
         """Run the layer. x [T, E]: the residual. added [T, E]: output of the layer before, which is
         not added to x yet. kv [N, page, 2K, D], or a recurrent layer's state. -> (x, this layer's
         `added`, kv). added has the activations' dtype; x may be wider (`float32_residual` of a
@@ -83,19 +94,27 @@ class Block(Layer):
         Each sum is computed together with the norm that reads it, since one kernel may do both.
         """
         x, o, kv = self.attended(x, added, rope, kv, meta, kernels)
-        x, normed = _normed_sum(self.mlp_norm, x, o, kernels, self.mlp.takes_rounded(kernels))
+        x, normed = _rounded_sum(self.mlp_norm, x, o, kernels, self.mlp.takes_rounded(kernels))
         return x, self.fed_forward(normed, kernels, RowFacts.of(meta)), kv
 
     def attended(
-        self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array, Array]:
+        self,
+        x: Array,
+        added: _Product,
+        rope: Rope,
+        kv: Array,
+        meta: AttentionMeta,
+        kernels: Kernels,
+    ) -> tuple[Array, _Product, Array]:
         """Run the first half, with arguments and results as for `__call__`."""
         rounded = self.attention.takes_rounded(kernels)
-        x, normed = _normed_sum(self.attention_norm, x, added, kernels, rounded)
+        x, normed = _rounded_sum(self.attention_norm, x, added, kernels, rounded)
         o, kv = self.attention(normed, rope, kv, meta, kernels)
         return x, o, kv
 
-    def fed_forward(self, normed: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
+    def fed_forward(
+        self, normed: Array | RoundedRows, kernels: Kernels, rows: RowFacts
+    ) -> _Product:
         """The second half's output, which is added to x: normed [T, E] -> [T, E]."""
         return self.mlp(normed, kernels, rows)
 
@@ -113,10 +132,11 @@ class PostNormBlock(Block):
         self, x: Array, added: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
     ) -> tuple[Array, Array, Array]:
         x, o, kv = super().attended(x, added, rope, kv, meta, kernels)
-        return x, self.attention_post_norm(o, kernels), kv
+        return x, self.attention_post_norm(whole(o), kernels), kv
 
     def fed_forward(self, normed: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
-        return self.mlp_post_norm(super().fed_forward(normed, kernels, rows), kernels)
+        answers = whole(super().fed_forward(normed, kernels, rows))
+        return self.mlp_post_norm(answers, kernels)
 
 
 class Llama(Layer):
@@ -165,7 +185,7 @@ class Llama(Layer):
         layers = zip(self.layers, ropes, sources, metas, strict=True)
         for number, (block, rope, source, own) in enumerate(layers):
             if number in self.config.noted_layers:
-                read[number] = (x + added).astype(self.dtype)
+                read[number] = (x + whole(added)).astype(self.dtype)
             graph, weights = nnx.split(block)
             attend_only = block.has_halves and block is self.layers[-1]
             x, added, pools[source] = _run_block(
@@ -174,7 +194,7 @@ class Llama(Layer):
         noted = None
         if read:
             noted = jnp.concatenate([read[layer] for layer in self.config.noted_layers], axis=1)
-        return Hidden(x + added, metas[0].adapted, noted=noted), pools
+        return Hidden(x + whole(added), metas[0].adapted, noted=noted), pools
 
     def layer_metas(
         self, tokens: Array, x: Array, meta: AttentionMeta, kernels: Kernels
@@ -212,7 +232,7 @@ class Llama(Layer):
         rows = RowFacts(adapted=hidden.adapted)
         normed = last.mlp_norm(x, kernels).astype(self.dtype)
         added = last.fed_forward(normed, kernels, rows)
-        return self.norm.of_sum(x, added, kernels)
+        return _normed_sum(self.norm, x, added, kernels)
 
     def embedded(self, tokens: Array) -> Array:
         """Embeddings of tokens int32 [T] -> [T, E]."""
@@ -271,14 +291,14 @@ def _run_block(
     graph: nnx.GraphDef[Block],
     weights: Any,
     x: Array,
-    added: Array,
+    added: _Product,
     rope: Rope,
     kv: Array,
     meta: AttentionMeta,
     kernels: Kernels,
     *,
     attend_only: bool,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, _Product, Array]:
     """One block, or its first half, as a function of its weights, so that equal layers are traced
     once per bucket, not once each.
 
@@ -290,14 +310,23 @@ def _run_block(
 
 
 def _normed_sum(
-    norm: RMSNorm | NoNorm, x: Array, added: Array, kernels: Kernels, rounded: bool
+    norm: RMSNorm | NoNorm, x: Array, added: _Product, kernels: Kernels
+) -> tuple[Array, Array]:
+    """See `RMSNorm.of_sum`; kernels for products in parts are for RMS norms alone."""
+    if isinstance(added, PartialSums) and kernels.parts is not None and type(norm) is RMSNorm:
+        return kernels.parts.norm_sum(x, added, norm.weight[...], norm.eps)
+    return norm.of_sum(x, whole(added), kernels)
+
+
+def _rounded_sum(
+    norm: RMSNorm | NoNorm, x: Array, added: _Product, kernels: Kernels, rounded: bool
 ) -> tuple[Array, Array | RoundedRows]:
-    """See `RMSNorm.of_sum`. rounded: whether the norm may be rounded, see `Linear.takes_rounded`;
-    there is a kernel for RMS norms alone.
-    """
+    """`_normed_sum`. rounded: whether the norm may be rounded, see `Linear.takes_rounded`."""
     if not rounded or kernels.rounding is None or type(norm) is not RMSNorm:
-        return norm.of_sum(x, added, kernels)
-    return kernels.rounding.norm_sum(x, added, norm.weight[...], norm.eps)
+        return _normed_sum(norm, x, added, kernels)
+    if isinstance(added, PartialSums) and kernels.parts is not None:
+        return kernels.parts.rounded_norm_sum(x, added, norm.weight[...], norm.eps)
+    return kernels.rounding.norm_sum(x, whole(added), norm.weight[...], norm.eps)
 
 
 def _with_columns(table: Array, columns: int) -> Array:

@@ -34,6 +34,7 @@ from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, File
 from jitney.kernels.experts import Stack, gate
 from jitney.kernels.interface import Kernels, OneOf, Pack
 from jitney.kernels.mxfp4 import Mxfp4
+from jitney.kernels.partial_sums import PartialSums, whole
 from jitney.kernels.routing import Routes
 from jitney.kernels.w8a8 import RoundedRows
 
@@ -312,7 +313,7 @@ class Experts(MLP):
     def _of_shared(self, shared: MLP, x: Array, kernels: Kernels, rows: RowFacts) -> Array:
         """The output of the shared expert, or this device's share of it: float32 [T, E]."""
         # Rounded once more: see `NoNorm`.
-        answers = rounded(shared(x, kernels, rows), x.dtype).astype(jnp.float32)
+        answers = rounded(whole(shared(x, kernels, rows)), x.dtype).astype(jnp.float32)
         if not self.experts.shared_gate:
             return answers
         if rows.count is not None:
@@ -438,7 +439,9 @@ class _Dense(MLP):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.shared = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Array | RoundedRows, kernels: Kernels, rows: RowFacts) -> Array:
+    def __call__(
+        self, x: Array | RoundedRows, kernels: Kernels, rows: RowFacts
+    ) -> Array | PartialSums:
         """x [T, E] -> [T, E]."""
         return self.shared(x, kernels, rows)
 

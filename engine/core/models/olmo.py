@@ -22,6 +22,7 @@ from jitney.engine.core.models.sharding import TENSOR
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 from jitney.kernels.interface import Kernels
+from jitney.kernels.partial_sums import whole
 
 _HF = replace(
     HF,
@@ -53,7 +54,7 @@ class _WideNormAttention(Attention):
     def projected(self, x: Array, kernels: Kernels, adapted: Array | None) -> Array:
         first_key = self.n_heads * self.head_dim
         first_value = first_key + self.n_kv_heads * self.head_dim
-        rows = super().projected(x, kernels, adapted)
+        rows = whole(super().projected(x, kernels, adapted))
         q, k, v = jnp.split(rows, [first_key, first_value], axis=1)
         if self.shards == 1:
             q, k = self.wide_q_norm(q, kernels), self.wide_k_norm(k, kernels)

@@ -25,6 +25,7 @@ from jitney.kernels.experts import gate
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import Kernels
 from jitney.kernels.mxfp4 import MAGNITUDES, Mxfp4, matmul_mxfp4, powers
+from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.w8a8 import Fp8, Int8, RoundedRows
 
 #: Storage and largest magnitude of the schemes with one scale per output.
@@ -104,6 +105,22 @@ class Packed(NamedTuple):
         if self.lows is None:
             return kernels.matmul_int4(x, weights, dtype)
         return (kernels.matmul_int4(x, weights) + _low_product(x, self)).astype(dtype)
+
+    def in_parts(self, x: Array | RoundedRows, kernels: Kernels) -> PartialSums | None:
+        """`product` in x's dtype, in parts; None if the kernel set computes it as a whole."""
+        multiply = None if kernels.parts is None else kernels.parts.matmul
+        match self.scheme:
+            case _ if multiply is None:
+                return None
+            case "plain":
+                return multiply(x, self.kernel)
+            case "fp8" if kernels.fp8 is not None:
+                return multiply(x, Fp8(self.kernel, self.scale))
+            case "int8" if kernels.int8 is None:
+                return multiply(x, self.kernel, self.scale)
+            case "int4" if self.lows is None:
+                return multiply(x, Int4(self.kernel, self.scale, self.zeros))
+        return None
 
     def gated(self, x: Array | RoundedRows, activation: Activation, kernels: Kernels) -> Array:
         """x [T, I] times the matrix, then the activation of the gates (the first half of the

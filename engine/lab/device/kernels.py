@@ -259,7 +259,7 @@ def _write_row(
     heads, rope = _make_heads(job, dtype, inputs.meta)
 
     def write(
-        rotate_and_write: RotateAndWrite, kv: jax.Array, heads: jax.Array
+        rotate_and_write: RotateAndWrite[jax.Array], kv: jax.Array, heads: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         return rotate_and_write(heads, rope, kv, inputs.meta)
 

@@ -24,6 +24,7 @@ from jitney.kernels.experts import ExpertBlocks, Stack
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.mamba import MambaWeights
+from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
 from jitney.kernels.triton_gpu.tiles import _ATTENTION, _PROCESSORS, ProductTiles
 from jitney.kernels.triton_gpu.top_k_top_p import _SHIFTS
@@ -386,10 +387,16 @@ def test_a_row_that_is_rounded_to_fp8_stays_in_registers(sm: int, size: int, dty
         kernels.rounded_norm_sum(x, x, x[0], 1e-5)
         weights = jnp.zeros((1, 2 * size, 64), jnp.float8_e4m3fn)
         kernels.rounded_gated_fp8(x[:, :64], Fp8(weights, jnp.zeros(2 * size)))
+        few = x[:, :8192]
+        factors = jnp.zeros((8, 1)), jnp.zeros(few.shape[1])
+        product = PartialSums(jnp.zeros((8, 16, few.shape[1])), *factors, 8, few.dtype)
+        kernels.rounded_norm_sum(few, product, few[0], 1e-5)
+        kernels.norm_parts(few, product, few[0], 1e-5)
 
     calls = record(sm, use)
     check(calls, sm)
-    assert {call.kernel.__name__ for call in calls} == {"round_rows", "norm_rows", "gate_rows"}
+    names = {"round_rows", "norm_rows", "norm_parts", "gate_rows"}
+    assert {call.kernel.__name__ for call in calls} == names
     for call in calls:
         assert compile_call(call, sm).registers <= 64  # of which two programs of 32 warps fit
 

@@ -113,6 +113,20 @@ def test_rounded_norms_and_gates_match_numpy(results: dict[str, dict[str, Any]])
     }
 
 
+def test_norms_of_products_in_parts_match_numpy(results: dict[str, dict[str, Any]]):
+    for name, case in of_kind(results, "parts").items():
+        assert case["sum_error"] < bound(name), name
+        assert case["error"] < bound(name), name  # in units of a row's standard deviation
+        assert case["rounded_error"] < 1e-4, name
+        assert case["same"], name
+
+
+def test_products_in_parts_match_their_definitions(results: dict[str, dict[str, Any]]):
+    for name, case in of_kind(results, "product in parts").items():
+        assert case["error"] < 2e-5, name
+        assert case["parts"] > 1, name
+
+
 def test_products_with_experts_match_numpy(results: dict[str, dict[str, Any]]):
     cases = of_kind(results, "experts")
     limit = {name: 5e-3 if "float16" in name else 1e-5 for name in cases}

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from oracle import DENSE, dense_attention, nothing_kept
 from reference_logits import DATA, SCRIPT, as_stored, weights_of, write_folder
-from rounding_kernels import PRODUCTS, ROUNDING
+from rounding_kernels import PARTS, PRODUCTS, ROUNDING
 from safetensors.numpy import save_file
 
 from jitney.engine.core.models.layers import normal
@@ -27,6 +27,7 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.core.weights.load import load_model
 from jitney.kernels.delta_net import StateSlots
 from jitney.kernels.interface import AttentionMeta, KernelSet, RoundingKernels
+from jitney.kernels.partial_sums import PartialSums
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -247,6 +248,42 @@ def test_random_models_repeat_and_decide():
     top = np.sort(logits, axis=-1)
     assert np.median(top[:, -1] - top[:, -2]) > 0.1
     assert len(set(logits.argmax(axis=-1))) > 40
+
+
+@pytest.mark.parametrize(
+    ("family", "norms"),
+    [("llama", 3), ("gemma2", 0), ("granite", 0), ("olmo2", 0), ("qwen3_5", 3), ("deepseek_v3", 1)],
+)
+@pytest.mark.parametrize("weights", ["plain", "fp8"])
+def test_norms_add_the_parts_of_the_products_that_they_read(family: str, norms: int, weights: Any):
+    """Llama: the norm after each half of a layer. Products that are scaled, or normed before they
+    are added, are added up first.
+    """
+    calls: list[str] = []
+    config = tiny_config(family)
+
+    def matmul(x: Any, w: Any, scale: Any = None) -> PartialSums | None:
+        product = PARTS.matmul(x, w, scale)
+        # Attention of this test does not rotate.
+        return product if product is None or product.shape[1] == config.hidden_size else None
+
+    def counted(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return getattr(PARTS, name)(*args)
+
+        return call
+
+    readers = {name: counted(name) for name in ("norm_sum", "rounded_norm_sum")}
+    model = random_model(config, weights=weights)
+    whole = replace(DENSE, fp8=PRODUCTS)
+    model.pack(whole)
+    tokens = SCRIPT.prompt()
+    expected = all_logits(model, tokens, len(tokens), kernels=whole)
+    parts = replace(whole, parts=replace(PARTS, matmul=matmul, **readers))
+    logits = all_logits(model, tokens, len(tokens), kernels=parts)
+    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=0)
+    assert len(calls) == norms
 
 
 @pytest.mark.parametrize(
