@@ -7,6 +7,7 @@ bfloat16. Axes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 #: The magnitudes of e2m1, by their code; the code of a negative number is 8 greater.
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Mxfp4(NamedTuple):
@@ -29,12 +30,26 @@ class Mxfp4(NamedTuple):
     #: Inputs that share a scale.
     block = 32
 
+    @classmethod
+    def rounded(cls, weights: jax.Array) -> Mxfp4:
+        """Floats [I, O] rounded to e2m1, with powers of two by which the largest magnitude of each
+        32 inputs is in [4, 8); the largest value of e2m1 is 6.
+        """
+        blocks = weights.astype(jnp.float32).reshape(-1, cls.block, weights.shape[1])
+        _, exponent = jnp.frexp(jnp.max(jnp.abs(blocks), axis=1))
+        scales = jnp.clip(exponent - 3 + 127, 1, 254).astype(jnp.uint8)
+        sizes = jnp.abs(blocks) / powers(scales)[:, None]
+        middles = jnp.array([(a + b) / 2 for a, b in itertools.pairwise(_MAGNITUDES)], jnp.float32)
+        codes = jnp.searchsorted(middles, sizes).astype(jnp.uint8) | jnp.where(blocks < 0, 8, 0)
+        low, high = jnp.split(codes.astype(jnp.uint8), 2, axis=1)
+        return cls((low | high << 4).reshape(-1, weights.shape[1]), scales)
+
     def unpacked(self) -> jax.Array:
         """The weights as float32 [I, O]."""
         blocks, outputs = self.scales.shape
         halves = self.packed.reshape(blocks, -1, outputs)
         codes = jnp.concatenate([halves & 15, halves >> 4], axis=1)
-        signed = jnp.array((*MAGNITUDES, *(-one for one in MAGNITUDES)), jnp.float32)
+        signed = jnp.array((*_MAGNITUDES, *(-one for one in _MAGNITUDES)), jnp.float32)
         wide = signed[codes] * powers(self.scales)[:, None]
         return wide.reshape(-1, outputs)
 

@@ -10,7 +10,6 @@ they need kernels for their products.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from jitney.engine.core.weights.checkpoints.model_config import Activation
 from jitney.kernels.experts import gate
 from jitney.kernels.int4 import Int4
 from jitney.kernels.interface import Kernels
-from jitney.kernels.mxfp4 import MAGNITUDES, Mxfp4, matmul_mxfp4, powers
+from jitney.kernels.mxfp4 import Mxfp4, matmul_mxfp4
 from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.w8a8 import Fp8, Int8, RoundedRows
 
@@ -189,7 +188,7 @@ def quantise(
         case "int4":
             return _quantise_int4(weights, group or group_size(weights.shape[0]))
         case "mxfp4":
-            return _quantise_mxfp4(weights)
+            return Packed(*Mxfp4.rounded(weights))
     return _quantise_eight_bits(weights, *_EIGHT_BITS[scheme], most)
 
 
@@ -237,19 +236,6 @@ def _quantise_int4(weights: Array, group: int) -> Packed:
     zeros = jnp.clip(jnp.rint(-low / step), 0, 15)
     codes = jnp.clip(jnp.rint(groups / step[:, None]) + zeros[:, None], 0, 15).astype(jnp.uint8)
     return Packed(_nibbles(codes), scale, zeros.astype(jnp.uint8))
-
-
-def _quantise_mxfp4(weights: Array) -> Packed:
-    """Quantise [I, O] to e2m1 with a power of two for each 32 inputs, chosen so that their largest
-    magnitude is in [4, 8); the largest value of e2m1 is 6.
-    """
-    blocks = weights.astype(jnp.float32).reshape(-1, Mxfp4.block, weights.shape[1])
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(blocks), axis=1))
-    scale = jnp.clip(exponent - 3 + 127, 1, 254).astype(jnp.uint8)
-    sizes = jnp.abs(blocks) / powers(scale)[:, None]
-    middles = jnp.array([(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)], jnp.float32)
-    codes = jnp.searchsorted(middles, sizes).astype(jnp.uint8) | jnp.where(blocks < 0, 8, 0)
-    return Packed(_nibbles(codes.astype(jnp.uint8)), scale)
 
 
 def _nibbles(codes: Array) -> Array:
