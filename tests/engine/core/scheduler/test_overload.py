@@ -308,7 +308,8 @@ def make_slower(monkeypatch: pytest.MonkeyPatch, after: float, more: float) -> N
             step = super().launch(batch)
             extra = more * (step.ready - before) if self.clock.now > after else 0.0
             self._free_at += extra
-            return step._replace(ready=step.ready + extra)
+            step.ready += extra
+            return step
 
     monkeypatch.setattr("crowd.VirtualDevice", Slow)
 
