@@ -127,7 +127,8 @@ def test_a_page_has_one_script_with_all_its_modules(client):
     text = gzip.decompress(zipped.body).decode()
     assert not re.search(r"^(import|export) ", text, re.MULTILINE)
     for module in _STATIC.glob("*.js"):
-        longest_line = max(module.read_text().splitlines(), key=len)
+        lines = module.read_text().splitlines()
+        longest_line = max([line for line in lines if not line.startswith("import ")], key=len)
         is_of_page = module.name not in FLEET_SCRIPTS
         assert (longest_line.removeprefix("export ") in text) is is_of_page, module.name
     again = get(app, f"/{script}", **{"if-none-match": zipped.headers["etag"]})
