@@ -117,9 +117,15 @@ def await_use(programs: StepPrograms, _report: object) -> None:
     programs.beside = replace(programs.beside, kept=None)
     programs.executables = ProgramsWhenUsed(programs)
     if programs.parts is not None:
-        sizes, state = programs.parts._sizes, programs.shapes
-        layout_of = programs.builder.layout
-        programs.parts = PartsWhenUsed(programs.step, programs.leaves, state, layout_of, sizes)
+        before, state = programs.parts, programs.shapes
+        programs.parts = PartsWhenUsed(
+            programs.step,
+            programs.leaves,
+            state,
+            programs.builder.layout,
+            before._sizes,
+            before._segments_of,
+        )
         programs.parts.samplers = SamplersWhenUsed(programs.step, state)
     programs.choices = ChoicesWhenUsed(programs.choices.sizes[-1])
 
