@@ -155,10 +155,10 @@ def rotates() -> bool:
     rows = np.array([n_rows - 1, n_rows - 50 * PAGE], np.int32)
     heads = RANDOM.standard_normal((2, 3 * K, D), np.float32).astype(np.float16)
     cos, sin = np.ones((2, D // 2), np.float32), np.zeros((2, D // 2), np.float32)
-    unread = [np.ones(1, np.float32) for _ in range(3)]
+    unread = [np.ones(1, np.float32) for _ in range(5)]
     q = np.zeros((2, K, D), np.float16)
     write_kv.rotate_pages[(2, 3 * K)](
-        *map(Tensor, (heads, cos, sin, *unread[:2], rows, unread[2], pool, q)),
+        *map(Tensor, (heads, *unread[:2], cos, sin, *unread[2:4], rows, unread[4], pool, q)),
         H=K,
         K=K,
         D=D,
@@ -167,6 +167,10 @@ def rotates() -> bool:
         LIMIT=0.0,
         NORMED=False,
         EPS=0.0,
+        PARTS=0,
+        PART=0,
+        UNITS=False,
+        SCALED=False,
     )
     flat = pool.reshape(n_rows, K, 2, D)
     keys, values = heads[:, K : 2 * K], heads[:, 2 * K :]
