@@ -43,6 +43,7 @@ from jitney.kernels.triton_gpu.tiles import (
     PromptTiles,
     attention_tiles,
     latent_tiles,
+    most_registers,
     parts_of,
 )
 from jitney.kernels.w8a8 import Fp8, RoundedRows
@@ -594,6 +595,7 @@ class TritonKernels:
             grid=(programs,),
             warps=tiles.warps,
             stages=tiles.stages,
+            registers=most_registers(self.launch.sm, tiles),
             S=n_seqs,
             PROGRAMS=programs,
             ALONE=o is None,

@@ -53,13 +53,14 @@ class Launch(Protocol):
         grid: tuple[int, ...],
         warps: int,
         stages: int,
+        registers: int = 0,
         **constants: Any,
     ) -> Any:
         """Call `kernel` with arrays, refs (read and written in place) and then one pointer per leaf
         of `out`.
 
         out: a pytree of jax.ShapeDtypeStruct; the call returns arrays of these shapes. () for a
-        kernel that only writes refs.
+        kernel that only writes refs. registers: the most of a thread; 0: the compiler decides.
         """
         ...
 
@@ -85,6 +86,7 @@ class JaxTriton:
         grid: tuple[int, ...],
         warps: int,
         stages: int,
+        registers: int = 0,
         **constants: Any,
     ) -> Any:
         with jax.named_scope(kernel.__name__):  # the name that profiles and HLO show
@@ -97,13 +99,13 @@ class JaxTriton:
                 num_warps=warps,
                 num_stages=stages,
                 compute_capability=self.sm,
-                backend_options=_compile_options(self.sm),
+                backend_options=_compile_options(self.sm, registers),
                 **constants,
             )
 
 
-def _compile_options(sm: int) -> dict[str, Any]:
-    """Compiler options of all kernels for compute capability `sm`.
+def _compile_options(sm: int, registers: int = 0) -> dict[str, Any]:
+    """Compiler options of a kernel for compute capability `sm`. registers: see `Launch`.
 
     Raises ImportError for an unknown card, for which the compiler would end the process.
     enable_fp_fusion: fused multiply-add, on by default up to Triton 3.9; its warning says that 3.10
@@ -113,7 +115,8 @@ def _compile_options(sm: int) -> dict[str, Any]:
     if version is None:
         known = ", ".join(f"{known / 10}" for known in _PTX_VERSIONS)
         raise ImportError(f"compute capability {sm / 10} is not known, only {known}")
-    return {"ptx_version": version, "enable_fp_fusion": True}
+    options = {"ptx_version": version, "enable_fp_fusion": True}
+    return options | ({"maxnreg": registers} if registers else {})
 
 
 def _jax_triton() -> ModuleType:

@@ -56,6 +56,8 @@ class _ExpertTiles:
 
 #: Streaming multiprocessors of the card a generation is tuned on: A100, L4, H100.
 _PROCESSORS = {80: 108, 89: 58, 90: 132}
+#: Registers of a multiprocessor, and threads of a warp.
+_REGISTERS, _WARP = 65536, 32
 #: (generation, padded head dim, bytes per activation) -> tiles. Programs are processors times
 #: resident programs. Chosen by compiling, not yet by timing: all tiles fit and, with 2 bytes,
 #: nothing spills. float32 is supported for correct results, not for speed.
@@ -217,6 +219,14 @@ def attention_tiles(
         byte_pools = _WIDE_BYTE_POOLS if group > 16 else _BYTE_POOLS
         decode = byte_pools.get(key, decode)
     return decode, prompt
+
+
+def most_registers(sm: int, tiles: DecodeTiles) -> int:
+    """The most registers a thread with which all programs of a decode kernel are resident. ptxas
+    itself settles on fewer, 128, and spills.
+    """
+    resident = tiles.programs // _PROCESSORS[_generation(sm)]
+    return min(255, _REGISTERS // (_WARP * tiles.warps * resident) // 8 * 8)
 
 
 def latent_tiles(

@@ -168,6 +168,7 @@ class Interpreted:
         grid: tuple[int, ...],
         warps: int,
         stages: int,
+        registers: int = 0,
         **constants: Any,
     ) -> Any:
         refs = [i for i, arg in enumerate(args) if isinstance(arg, jax.Ref)]

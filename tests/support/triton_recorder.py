@@ -42,6 +42,7 @@ class Call:
     grid: tuple[int, ...]
     warps: int
     stages: int
+    registers: int
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,13 @@ class Recorder:
         grid: tuple[int, ...],
         warps: int,
         stages: int,
+        registers: int = 0,
         **constants: Any,
     ) -> Any:
         pointers = [*args, *jax.tree.leaves(out)]
         types = tuple(TYPES[jnp.dtype(array.dtype).name] for array in pointers)
-        self.calls.append(Call(kernel, types, tuple(constants.items()), grid, warps, stages))
+        own = tuple(constants.items())
+        self.calls.append(Call(kernel, types, own, grid, warps, stages, registers))
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out)
 
 
@@ -99,7 +102,8 @@ def compile_call(call: Call, sm: int) -> Resources:
     signature = dict(zip(pointers, call.types, strict=True)) | dict.fromkeys(constants, "constexpr")
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(call.kernel, {name: signature[name] for name in names}, constants, aligned)
-    options = {"num_warps": call.warps, "num_stages": call.stages, **_compile_options(sm)}
+    options = {"num_warps": call.warps, "num_stages": call.stages}
+    options |= _compile_options(sm, call.registers)
     made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     ptx = str(made.asm["ptx"])
     registers, spilled = assemble(ptx, sm)

@@ -43,6 +43,7 @@ class InPlace:
         grid: tuple[int, ...],
         warps: int,
         stages: int,
+        registers: int = 0,
         **constants: Any,
     ) -> Any:
         refs = [isinstance(arg, jax.Ref) for arg in args]
