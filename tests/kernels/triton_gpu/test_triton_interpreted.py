@@ -15,6 +15,9 @@ pytest.importorskip("triton")
 #: float32 sums in another order; float16 rounds results of about 1 to 2**-11.
 ERROR, HALF_ERROR = 1e-5, 2e-3
 
+#: The fixture interprets all cases in one process: 200 seconds of CPU.
+pytestmark = pytest.mark.timeout(700)
+
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
