@@ -225,7 +225,7 @@ def most_registers(sm: int, tiles: DecodeTiles) -> int:
     """The most registers a thread with which all programs of a decode kernel are resident. ptxas
     itself settles on fewer, 128, and spills.
     """
-    resident = tiles.programs // _PROCESSORS[_generation(sm)]
+    resident = max(1, tiles.programs // _PROCESSORS[_generation(sm)])
     return min(255, _REGISTERS // (_WARP * tiles.warps * resident) // 8 * 8)
 
 
