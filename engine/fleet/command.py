@@ -138,7 +138,7 @@ async def _serve(config: FleetConfig, http: HttpServer, read: _Read) -> int:
         return await _Serving(config, http, fleet, parts, engines, read).run()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class _Serving:
     config: FleetConfig
     http: HttpServer
