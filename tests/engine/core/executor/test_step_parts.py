@@ -233,10 +233,10 @@ def test_a_step_with_prompts_computes_logits_of_few_rows_where_few_are_wanted():
     widths: list[tuple[int, int]] = []
     begin = own.begin
 
-    def watched(bucket: Bucket, plain: bool, packed: np.ndarray) -> StepRun:
-        output, logits = yield from begin(bucket, plain, packed)
+    def watched(bucket: Bucket, greedy_only: bool, packed: np.ndarray) -> StepRun:
+        output, logits = yield from begin(bucket, greedy_only, packed)
         sampled = output.sampled
-        assert isinstance(sampled, Sampled) is not plain
+        assert isinstance(sampled, Sampled) is not greedy_only
         tokens = sampled.tokens if isinstance(sampled, Sampled) else sampled
         if not bucket.decode_only:
             widths.append((bucket.seats, len(tokens)))
