@@ -63,7 +63,7 @@ sys.stdin.read()
 
 
 def _never(*arguments: Any, **named: Any) -> Any:
-    raise AssertionError("no step has a grammar, fails or sleeps")
+    raise AssertionError("no step has a grammar, is cut, fails or sleeps")
 
 
 class Instant:
@@ -72,6 +72,7 @@ class Instant:
     compiles = 0
 
     learn_drafts = choose = restore = sleep = wake = _never
+    start = feed = has_paused = finish = _never
 
     def batch(self, plan: Plan) -> Plan:
         return plan

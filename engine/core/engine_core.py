@@ -68,8 +68,13 @@ class _StepRunner(Protocol):
 
     def launch(self, batch: Any) -> Any:
         """Start the step without waiting, and return what `fetch` takes; steps run in the order of
-        their launches. Only the first segments of a step that is cut are launched: `feed` and
-        `finish` launch the others, and a step launched before them runs before them.
+        their launches.
+        """
+        ...
+
+    def start(self, batch: Any) -> Any:
+        """Like `launch`, but only the first segments of the step: `feed` and `finish` launch the
+        others, and a step launched before them runs before them.
         """
         ...
 
@@ -375,7 +380,7 @@ class EngineCore:
     def _step_between(self, running: _Flight, plan: Plan, started: float) -> StepReport:
         """Run a step between two segments of the running one, which goes on behind it."""
         ready, self._ready = self._ready, None
-        failure = self._try_launch(plan, started)
+        failure = self._try_launch(plan, started, whole=True)
         flight, self._flight = self._flight, running
         outcome = _Outcome([])
         if flight is not None:
@@ -395,10 +400,11 @@ class EngineCore:
         """
         return self.scheduler.isolating_failure or self.scheduler.lets_others_first(plan, now)
 
-    def _try_launch(self, plan: Plan, started: float) -> _Failure | None:
-        """Launch a plan's step. -> the failure, if any."""
+    def _try_launch(self, plan: Plan, started: float, *, whole: bool = False) -> _Failure | None:
+        """Launch a plan's step, if it is not whole in segments. -> the failure, if any."""
+        cuts = self.plans_late and self.scheduler.buckets.segments(plan.bucket) > 1
         try:
-            self._flight = self._launch(plan, started)
+            self._flight = self._launch(plan, started, is_cut=cuts and not whole)
         except Exception as error:
             return _Failure(plan, error)
         return None
@@ -447,8 +453,8 @@ class EngineCore:
         out_of_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY in str(error)
         self.scheduler.step_failed(plan, self.clock(), out_of_memory=out_of_memory)
 
-    def _launch(self, plan: Plan, started: float) -> _Flight:
-        """Pack a plan and start its step."""
+    def _launch(self, plan: Plan, started: float, *, is_cut: bool) -> _Flight:
+        """Pack a plan and start its step. is_cut: in segments."""
         kind = plan.bucket, plan.greedy_only
         if kind not in self._kinds:
             self._kinds.add(kind)
@@ -457,7 +463,7 @@ class EngineCore:
         planned = self.clock()
         batch = self.runner.batch(plan)
         batched = self.clock()
-        launched_step = self.runner.launch(batch)
+        launched_step = self.runner.start(batch) if is_cut else self.runner.launch(batch)
         launched = self.clock()
         compiled = self.runner.compiles > compiles
         self._launches_s.append(launched - started)
@@ -476,7 +482,7 @@ class EngineCore:
             batched=batched,
             launched=launched,
             compiled=compiled,
-            is_cut=self.runner.feed(launched_step),
+            is_cut=is_cut and self.runner.feed(launched_step),
         )
 
     def _report(self, flight: _Flight | None, outcome: _Outcome) -> StepReport:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -122,9 +122,6 @@ class FakeRunner:
     #: pages between checkpoints.
     checkpoints: int | None = None
     every = 0
-    #: Whether steps with prompt rows are cut into segments. Such a step computes all its rows when
-    #: the last segment is launched.
-    cuts = False
 
     def __init__(self, n_pages: int, page_size: int, seats: int):
         self.page_size, self.compiles = page_size, 0
@@ -137,7 +134,8 @@ class FakeRunner:
         self.spoiled: set[tuple[str, int]] = set()
         self.rows_run = 0
         self._launched: list[StepResult] = []
-        # The newest step, if segments of it are not launched: its result, rows and plan.
+        # The newest step, if segments of it are not launched: its result, rows and plan. It
+        # computes all its rows when the last segment is launched.
         self._cut: tuple[StepResult, list[Rows], Plan] | None = None
         #: Number of steps that ran between two segments of another.
         self.n_between = 0
@@ -178,17 +176,28 @@ class FakeRunner:
         return rows, {seq.seat: seq.seed for seq in plan.boarded}, plan
 
     def launch(self, batch: tuple[list[Rows], dict[int, int], Plan]) -> StepResult:
+        self.n_between += self._cut is not None
+        result, rows, plan = self._opened(batch)
+        self._compute(result, rows, plan)
+        return result
+
+    def start(self, batch: tuple[list[Rows], dict[int, int], Plan]) -> StepResult:
+        assert self._cut is None, "a step between two segments is whole"
+        if batch[2].masked:
+            return self.launch(batch)
+        self._cut = self._opened(batch)
+        return self._cut[0]
+
+    def _opened(
+        self, batch: tuple[list[Rows], dict[int, int], Plan]
+    ) -> tuple[StepResult, list[Rows], Plan]:
+        """An empty result of a step, its rows and its plan."""
         rows, seeds, plan = batch
         for seat, seed in seeds.items():
             self.seeds[seat] = seed
         result = StepResult([])
         self._launched.append(result)
-        if self._cut is None and self.cuts and plan.work.prompt and not plan.masked:
-            self._cut = result, rows, plan
-        else:
-            self.n_between += self._cut is not None
-            self._compute(result, rows, plan)
-        return result
+        return result, rows, plan
 
     def feed(self, launched: StepResult) -> bool:
         return self._cut is not None and launched is self._cut[0]
@@ -366,10 +375,12 @@ def make_core(
     clock: FakeClock | None = None,
     device: type[FakeRunner] = FakeRunner,
     token_sizes: tuple[int, ...] = (),
+    segments: int = 1,
     **limits: Any,
 ) -> EngineCore:
     """A core on a fake device; `pages` counts the trash page; token_sizes: rows of mixed buckets,
-    empty: the default ones; limits: further fields of SchedulerLimits.
+    empty: the default ones; segments: of the largest step, on a core that plans late if there are
+    several; limits: further fields of SchedulerLimits.
     """
     clock = clock or FakeClock()
     held_to = SchedulerLimits(seats, context, max_requests, max_tokens, **limits)
@@ -379,6 +390,7 @@ def make_core(
         state = StateTables(PagePool(slots + 1, page_size), seats, device.every)
     shares = state is None or retain
     buckets = Buckets.of(max_seats=seats, token_budget=budget, token_sizes=token_sizes)
+    buckets = replace(buckets, most_segments=segments)
     scheduler = Scheduler(
         held_to,
         buckets.with_drafts(held_to.max_drafts) if held_to.max_drafts else buckets,
@@ -392,7 +404,8 @@ def make_core(
         eos,
         VOCAB,
     )
-    return EngineCore(scheduler, device(pages, page_size, seats), Ledger(), clock)
+    runner = device(pages, page_size, seats)
+    return EngineCore(scheduler, runner, Ledger(), clock, plans_late=segments > 1)
 
 
 def make_request(

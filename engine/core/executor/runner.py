@@ -188,9 +188,24 @@ class Runner:
         return batch
 
     def launch(self, batch: _Batch) -> LaunchedStep:
-        """Dispatch a step, or the first segment of one that is cut, and start copying its tokens to
-        the host. A step is dispatched whole if another program reads its results.
+        """Dispatch one step and start copying its tokens to the host."""
+        step = self._prepared(batch)
+        self._close(step, batch, *self.run(batch.plan.bucket, batch.greedy_only, batch.packed))
+        return step
+
+    def start(self, batch: _Batch) -> LaunchedStep:
+        """Dispatch the first segment of a step, or all of them if another program reads the step's
+        results.
         """
+        step = self._prepared(batch)
+        step.segments = self._dispatch(step, batch)
+        self._dispatch_next(step)
+        if batch.plan.masked or batch.plan.pools:
+            self.finish(step)
+        return step
+
+    def _prepared(self, batch: _Batch) -> LaunchedStep:
+        """The step of a batch, after what is dispatched before it."""
         plan = batch.plan
         for seq in plan.boarded:
             self._install(seq)
@@ -200,19 +215,18 @@ class Runner:
         if self._drafts is not None and any(row.chunk.draft for row in plan.masked):
             step.drafts = self._drafts.drafted(self.state)
             _copy_to_host(step.drafts)
-        step.segments = self._dispatch(step, batch)
-        self._dispatch_next(step)
-        if plan.masked:
-            self.finish(step)
         return step
 
     def _dispatch(self, step: LaunchedStep, batch: _Batch) -> Iterator[Array]:
         """Dispatch a step's segments one after another, then what follows the last one."""
+        results = yield from self.begin(batch.plan.bucket, batch.greedy_only, batch.packed)
+        self._close(step, batch, *results)
+
+    def _close(
+        self, step: LaunchedStep, batch: _Batch, output: StepOutput, logits: Array | None
+    ) -> None:
+        """Dispatch what reads a step's results, and start copying them to the host."""
         plan = step.plan
-        if self.programs.buckets.segments(plan.bucket) > 1:
-            output, logits = yield from self.begin(plan.bucket, batch.greedy_only, batch.packed)
-        else:
-            output, logits = self.run(plan.bucket, batch.greedy_only, batch.packed)
         if self.programs.pools and plan.pools:
             step.pooled = self._run_pool(plan.bucket, batch.greedy_only, output, batch.packed)
         # Free the hidden states as soon as they are read.

@@ -137,7 +137,7 @@ class VirtualDevice:
         self.table = table
         self._free_at = 0.0
         self._buckets: Buckets | None = None
-        # The newest step that may have segments left to launch.
+        # The newest step that was launched in segments.
         self._cut: _FlyingStep | None = None
         #: Probability that a draft is accepted (0: no drafts), and its random generator.
         self._acceptance = 0.0
@@ -163,24 +163,34 @@ class VirtualDevice:
         return plan
 
     def launch(self, batch: Plan) -> _FlyingStep:
+        """Launch a whole step, after the launched segments of one that has paused."""
+        seconds = self._seconds(batch)
+        cut = self._cut
+        if cut is None or not cut.n_left:
+            self._free_at = max(self.clock.now, self._free_at) + seconds
+            return _FlyingStep(self._free_at, self._result(batch), seconds, 0)
+        ready = max(self.clock.now, cut.paused_at) + seconds
+        cut.ready += ready - cut.paused_at
+        self._free_at = cut.ready
+        return _FlyingStep(ready, self._result(batch), seconds, 0)
+
+    def start(self, batch: Plan) -> _FlyingStep:
+        """Launch the first segment of a step."""
+        assert self._buckets is not None  # `new_core` sets them
+        self._cut = step = self.launch(batch)
+        segments = self._buckets.segments(batch.bucket)
+        step.segment_s, step.n_left = step.segment_s / segments, segments - 1
+        return step
+
+    def _seconds(self, batch: Plan) -> float:
+        """The device's seconds for a step."""
         seconds = self.table.seconds(batch.bucket, batch.work)
         if self._acceptance:
             seconds += self._draft_seconds(batch)
         scatter = self._scatter.get(batch.bucket.kind)
         if scatter is not None:
             seconds *= next(scatter)
-        segments = 1 if self._buckets is None else self._buckets.segments(batch.bucket)
-        cut = self._cut
-        if cut is not None and cut.n_left:
-            between = max(self.clock.now, cut.paused_at) + seconds
-            cut.ready += between - cut.paused_at
-            self._free_at = cut.ready
-            return _FlyingStep(between, self._result(batch), seconds, 0)
-        self._free_at = max(self.clock.now, self._free_at) + seconds
-        self._cut = _FlyingStep(
-            self._free_at, self._result(batch), seconds / segments, segments - 1
-        )
-        return self._cut
+        return seconds
 
     def feed(self, launched: _FlyingStep) -> bool:
         """Launch segments until one waits behind the running one."""

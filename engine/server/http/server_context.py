@@ -40,7 +40,7 @@ class _Quotas(Protocol):
 
 
 class ServerContext:
-    """What an engine's `Service` and a fleet have in common. It also sends itself requests."""
+    """The base of an engine's `Service` and of a fleet, which also send themselves requests."""
 
     metrics: _Metrics
     #: Limits of each key.

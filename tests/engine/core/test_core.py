@@ -11,7 +11,6 @@ from core_runs import CONTEXT, assert_solo_tokens, cramped_core, random_events
 from fakes import (
     VOCAB,
     FakeClock,
-    FakeRunner,
     code_of,
     device_of,
     ends_of,
@@ -97,10 +96,6 @@ def test_random_events_with_steps_of_few_sequences_lose_nothing():
     assert core.ledger.closes() and records["bucket_tokens"].sum() == device_of(core).rows_run
 
 
-class CutRunner(FakeRunner):
-    cuts = True
-
-
 def long_or_short(rng: random.Random, number: int, now: float) -> EngineRequest:
     """A request with a prompt of several steps, or with a short one; many prompts start alike."""
     head = [rng.randrange(1, 4)] * rng.choice((0, 4, 8, 40))
@@ -132,7 +127,7 @@ def test_steps_between_the_segments_of_others_lose_nothing(retain: bool, order: 
         retain=retain,
         order=order,
         clock=clock,
-        device=CutRunner,
+        segments=4,
     )
     requests: list[EngineRequest] = []
     outputs: list[SequenceOutput] = []
@@ -156,7 +151,7 @@ def test_steps_between_the_segments_of_others_lose_nothing(retain: bool, order: 
 
 
 def test_a_prompt_that_shares_pages_with_the_running_step_waits_for_its_end():
-    core = make_core(seats=4, pages=70, budget=16, context=128, device=CutRunner)
+    core = make_core(seats=4, pages=70, budget=16, context=128, segments=4)
     for number in range(8):  # so that short prompts may pass
         core.add(make_request(f"first{number}", [10 + number] * 40, max_tokens=1))
     core.run_until_idle()

@@ -21,6 +21,7 @@ from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampling import Sampled, SeatState
 from jitney.engine.core.executor.step_parts import StepParts, StepRun
 from jitney.engine.core.executor.step_programs import StepPrograms
+from jitney.engine.core.measuring.made_up_steps import StepCase
 from jitney.engine.core.models.registry import random_model
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.kv_pages import PagePool
@@ -126,10 +127,11 @@ def test_all_that_a_request_may_ask_for_answers_alike(names: list[str]):
 
 def test_a_short_prompt_is_computed_between_the_segments_of_a_long_one():
     buckets = Buckets.of(max_seats=2, token_budget=32, seat_sizes=(2,), token_sizes=(32,))
+    buckets = replace(buckets, most_segments=4)
     model = random_model(replace(tiny_config(), n_layers=4, windows=(0,) * 4))
     programs = StepPrograms(
         model,
-        replace(buckets, most_segments=4),
+        buckets,
         KERNELS,
         replace(SIZES, seats=2),
         greedy_only_mixed=True,
@@ -139,7 +141,7 @@ def test_a_short_prompt_is_computed_between_the_segments_of_a_long_one():
     own.compile()
     limits = SchedulerLimits(2, SIZES.context_length)
     scheduler = Scheduler(limits, buckets, PageTables(PagePool(32, 16)), vocab_size=VOCAB)
-    core = EngineCore(scheduler, own, Ledger())
+    core = EngineCore(scheduler, own, Ledger(), plans_late=True)
     requests: list[EngineRequest] = []
     for name, length in (("long", 40), ("short", 5)):
         prompt = [(11 * length + 7 * at) % VOCAB for at in range(length)]
@@ -152,6 +154,10 @@ def test_a_short_prompt_is_computed_between_the_segments_of_a_long_one():
         outputs = core.run_until_idle()
         expected[alone.id] = [token for output in outputs for token in output.tokens]
     core.reset_prefix_cache()
+    made_up = StepCase(buckets.mixed[-1], prompts=((0, 32),)).on(core)
+    launched = made_up.launch(made_up.batch())
+    assert launched.output is not None, "a step is whole unless the engine looks after its segments"
+    made_up.fetch(launched)
     core.add(requests[0])
     core.step()
     running = core._flight
