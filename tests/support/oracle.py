@@ -16,6 +16,7 @@ from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.delta_net import DeltaState, StateSlots
 from jitney.kernels.interface import AttentionMeta
+from jitney.kernels.partial_sums import whole
 from jitney.kernels.select import select
 
 VOCAB = 512
@@ -117,7 +118,7 @@ def prompt(i: int, length: int) -> list[int]:
 def _fed(model: Model, hidden: Hidden) -> jax.Array:
     """Rows after the last attention -> [T, E] before the final norm."""
     last, x = cast(Llama, model).layers[-1], hidden.states
-    return x + last.fed_forward(last.mlp_norm(x, DENSE), DENSE, RowFacts())
+    return x + whole(last.fed_forward(last.mlp_norm(x, DENSE), DENSE, RowFacts()))
 
 
 def naive_normed(model: Model, tokens: list[int]) -> np.ndarray:
