@@ -178,7 +178,8 @@ class VirtualDevice:
         """Launch the first segment of a step."""
         assert self._buckets is not None  # `new_core` sets them
         self._cut = step = self.launch(batch)
-        segments = self._buckets.segments(batch.bucket)
+        # A measured time may be 0; such a step has no time between segments.
+        segments = self._buckets.segments(batch.bucket) if step.segment_s else 1
         step.segment_s, step.n_left = step.segment_s / segments, segments - 1
         return step
 
@@ -194,6 +195,8 @@ class VirtualDevice:
 
     def feed(self, launched: _FlyingStep) -> bool:
         """Launch segments until one waits behind the running one."""
+        if not launched.n_left:
+            return False
         self._go_on(launched)
         waiting = int((launched.ready - self.clock.now) / launched.segment_s)
         launched.n_left = max(0, min(launched.n_left, waiting - 1))

@@ -657,12 +657,10 @@ def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
         },
     )
     model = load(path)
-    assert [linear.packed.scheme for linear in model.linears()] == [
-        "plain",
-        "int4",
-        "plain",
-        "int4",
-    ] * L + ["plain"]
+    for block in model.layers:
+        mlp = mlp_of(block)
+        linears = block.attention.qkv, block.attention.o, mlp.gate_up, mlp.down
+        assert [linear.packed.scheme for linear in linears] == ["plain", "int4", "plain", "int4"]
     plain = GGUFTensors(path).sliced("blk.1.ffn_gate.weight")[...]
     np.testing.assert_array_equal(mlp_of(model.layers[1]).gate_up.packed.kernel[:, :F], plain.T)
 

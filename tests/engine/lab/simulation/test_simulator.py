@@ -78,6 +78,14 @@ def _ten_tokens() -> EngineRequest:
     return EngineRequest(id="a", prompt=[1] * 4, sampling=sampling, arrival=0.0)
 
 
+def test_steps_in_segments_may_take_no_time():
+    """A fit to measured times may give 0."""
+    buckets = replace(Buckets.of(max_seats=2, token_budget=1024), most_segments=6)
+    cut = replace(shape(budget=1024, pages=600, context=2048), buckets=buckets, plans_late=True)
+    run = simulate([Arrival(0.0, 1000, 1), Arrival(1.5, 4, 1)], cut, constant_table(0.0))
+    assert [request.finished for request in run.requests] == [0.0, 1.5]
+
+
 @pytest.mark.parametrize(("late", "second"), [(False, 8.0), (True, 7.0)])
 def test_who_comes_while_a_step_runs_is_in_the_next_one_where_the_engine_plans_late(
     late: bool, second: float
