@@ -438,6 +438,8 @@ class Runner:
         self.finish(launched)
         assert launched.output is not None
         plan, (sampled, broken, scores, _, guessed, _) = launched.plan, launched.output
+        # On all devices: a result is read from one, while another may still read the step's upload.
+        jax.block_until_ready(sampled)
         result = _sampled(plan, sampled)
         if guessed is not None:
             result.guessed = np.asarray(guessed)[: plan.logit_rows].tolist()
