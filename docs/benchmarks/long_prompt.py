@@ -36,6 +36,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -77,6 +78,9 @@ class Watch:
         )
 
     def step(self) -> None:
+        """Plan the next step as late as a server does."""
+        while slack := self.core.late_plan_slack_s:
+            time.sleep(slack)
         for output in self.core.step().outputs:
             now = time.perf_counter()
             if output.request_id in self.last:
@@ -126,13 +130,12 @@ def measure(llm: LLM, streams: int, prompt: int, alone_steps: int) -> dict[str, 
 @contextlib.contextmanager
 def in_order() -> Iterator[None]:
     """Inside the block no prompt passes another one, and no step is brief so that one can."""
-    longest, expects = Passing.longest, Passing.expects
-    Passing.longest = lambda self, rows_first: 0
-    Passing.expects = lambda self, rows, now: False
-    try:
+    with (
+        mock.patch.object(Passing, "longest", lambda self, rows_first: 0),
+        mock.patch.object(Passing, "longest_between", lambda self, rows_first: 0),
+        mock.patch.object(Passing, "expects", lambda self, rows, now: False),
+    ):
         yield
-    finally:
-        Passing.longest, Passing.expects = longest, expects
 
 
 #: Context managers that set how prompts are ordered, by name.
