@@ -53,8 +53,9 @@ _LAUNCHES, _FIRST_LAUNCH_S = 15, 0.002
 
 
 class _StepRunner(Protocol):
-    """The device side of a step. An exception in `batch`, `launch` or `fetch` fails the step, and
-    perhaps one request (`EngineCore.step`); an exception in `restore` is fatal to the engine.
+    """The device side of a step. An exception in `batch`, `launch`, `start` or `fetch` fails the
+    step, and perhaps one request (`EngineCore.step`); an exception in `restore` is fatal to the
+    engine. `feed` and `finish` raise none: if a segment cannot be launched, `fetch` raises.
     """
 
     @property

@@ -70,6 +70,8 @@ class LaunchedStep(msgspec.Struct):
     segments: Iterator[Array] | None = None
     #: A result of each segment that was launched and may not be done yet.
     running: deque[Array] = msgspec.field(default_factory=deque[Array])
+    #: Why a segment could not be launched; `fetch` raises it.
+    error: Exception | None = None
 
 
 def _is_ready(output: object) -> bool:
@@ -202,6 +204,8 @@ class Runner:
         self._dispatch_next(step)
         if batch.plan.masked or batch.plan.pools:
             self.finish(step)
+        if step.error is not None:
+            raise step.error
         return step
 
     def _prepared(self, batch: _Batch) -> LaunchedStep:
@@ -260,7 +264,10 @@ class Runner:
     @staticmethod
     def _dispatch_next(launched: LaunchedStep) -> None:
         assert launched.segments is not None
-        result = next(launched.segments, None)
+        try:
+            result = next(launched.segments, None)
+        except Exception as error:
+            launched.error, result = error, None
         if result is None:
             launched.segments = None
             launched.running.clear()
@@ -430,12 +437,14 @@ class Runner:
         """Whether the device has computed a step's tokens."""
         output = launched.output
         if output is None:
-            return False
+            return launched.error is not None
         return _is_ready(output.sampled)
 
     def fetch(self, launched: LaunchedStep) -> StepResult:
         """Wait for the results of a step."""
         self.finish(launched)
+        if launched.error is not None:
+            raise launched.error
         assert launched.output is not None
         plan, (sampled, broken, scores, _, guessed, _) = launched.plan, launched.output
         # On all devices: a result is read from one, while another may still read the step's upload.

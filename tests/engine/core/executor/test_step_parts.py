@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import Ledger
 from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.core.engine_core import EngineCore
@@ -19,7 +20,7 @@ from jitney.engine.core.executor.inputs import SAMPLING, MaskedRows
 from jitney.engine.core.executor.program import StateSizes
 from jitney.engine.core.executor.runner import Runner
 from jitney.engine.core.executor.sampling import Sampled, SeatState
-from jitney.engine.core.executor.step_parts import StepParts, StepRun
+from jitney.engine.core.executor.step_parts import PartedStep, StepParts, StepRun
 from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.measuring.made_up_steps import StepCase
 from jitney.engine.core.models.registry import random_model
@@ -125,41 +126,61 @@ def test_all_that_a_request_may_ask_for_answers_alike(names: list[str]):
             same_entries(mine, theirs)
 
 
-def test_a_short_prompt_is_computed_between_the_segments_of_a_long_one():
+@cache
+def cut_runner() -> Runner:
+    """Of steps in four segments, one for each layer."""
     buckets = Buckets.of(max_seats=2, token_budget=32, seat_sizes=(2,), token_sizes=(32,))
-    buckets = replace(buckets, most_segments=4)
-    model = random_model(replace(tiny_config(), n_layers=4, windows=(0,) * 4))
     programs = StepPrograms(
-        model,
-        buckets,
+        random_model(replace(tiny_config(), n_layers=4, windows=(0,) * 4)),
+        replace(buckets, most_segments=4),
         KERNELS,
         replace(SIZES, seats=2),
         greedy_only_mixed=True,
         in_parts=True,
     )
-    own = Runner(programs, end_ids=())
-    own.compile()
-    limits = SchedulerLimits(2, SIZES.context_length)
+    made = Runner(programs, end_ids=())
+    made.compile()
+    return made
+
+
+def cut_core() -> EngineCore:
+    limits, buckets = SchedulerLimits(2, SIZES.context_length), cut_runner().programs.buckets
     scheduler = Scheduler(limits, buckets, PageTables(PagePool(32, 16)), vocab_size=VOCAB)
-    core = EngineCore(scheduler, own, Ledger(), plans_late=True)
-    requests: list[EngineRequest] = []
-    for name, length in (("long", 40), ("short", 5)):
-        prompt = [(11 * length + 7 * at) % VOCAB for at in range(length)]
-        requests.append(
-            EngineRequest(id=name, prompt=prompt, sampling=PARAMS["greedy"], arrival=0.0)
-        )
-    expected: dict[str, list[int]] = {}
-    for alone in requests:
-        core.add(alone)
-        outputs = core.run_until_idle()
-        expected[alone.id] = [token for output in outputs for token in output.tokens]
+    return EngineCore(scheduler, cut_runner(), Ledger(), plans_late=True)
+
+
+def greedy_request(name: str, length: int) -> EngineRequest:
+    prompt = [(11 * length + 7 * at) % VOCAB for at in range(length)]
+    return EngineRequest(id=name, prompt=prompt, sampling=PARAMS["greedy"], arrival=0.0)
+
+
+def tokens_alone(core: EngineCore, request: EngineRequest) -> list[int]:
+    core.add(request)
+    tokens = [token for output in core.run_until_idle() for token in output.tokens]
     core.reset_prefix_cache()
+    return tokens
+
+
+def start_cut(core: EngineCore) -> list[SequenceOutput]:
+    """Step, and launch only the first segment of the next step: segments take no time here."""
+    runner = cut_runner()
+    runner.feed = lambda launched: True
+    outputs = core.step().outputs
+    del runner.feed
+    return outputs
+
+
+def test_a_short_prompt_is_computed_between_the_segments_of_a_long_one():
+    own, core = cut_runner(), cut_core()
+    requests = [greedy_request("long", 40), greedy_request("short", 5)]
+    expected = {alone.id: tokens_alone(core, alone) for alone in requests}
+    buckets = own.programs.buckets
     made_up = StepCase(buckets.mixed[-1], prompts=((0, 32),)).on(core)
     launched = made_up.launch(made_up.batch())
     assert launched.output is not None, "a step is whole unless the engine looks after its segments"
     made_up.fetch(launched)
     core.add(requests[0])
-    core.step()
+    start_cut(core)
     running = core._flight
     assert running is not None and running.is_cut
     while not own.has_paused(running.launched_step):
@@ -173,6 +194,30 @@ def test_a_short_prompt_is_computed_between_the_segments_of_a_long_one():
     for output in outputs:
         found[output.request_id] += output.tokens
     assert found == expected
+
+
+def test_a_segment_that_cannot_be_launched_fails_its_step_alone():
+    own, core = cut_runner(), cut_core()
+    request = greedy_request("long", 40)
+    expected = tokens_alone(core, request)
+    kind = own.programs.buckets.mixed[-1], True
+    step = own.programs.executables[kind]
+    assert isinstance(step, PartedStep)
+    first, *_ = step.model
+
+    def fail(*args: Any) -> Any:
+        own.programs.executables[kind] = step
+        raise MemoryError("too little")
+
+    own.programs.executables[kind] = replace(step, model=(first, fail))
+    core.add(request)
+    outputs = start_cut(core)
+    while core.late_plan_slack_s:
+        pass
+    outputs += core.run_until_idle()
+    assert own.programs.executables[kind] is step, "a segment has failed"
+    assert [token for output in outputs for token in output.tokens] == expected
+    core.check()
 
 
 @pytest.mark.parametrize("rows", [1, SEATS])
