@@ -312,7 +312,7 @@ class FakeRunner:
         if self._cut is not None and first is self._cut[0]:
             first = self._launched[1]
         assert first is launched, "steps are fetched in order, each once"
-        self._launched.remove(launched)
+        self._launched = [step for step in self._launched if step is not launched]
         return launched
 
     def restore(self, error: Exception) -> None:
