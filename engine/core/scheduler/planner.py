@@ -194,12 +194,15 @@ class StepPlanner:
 
     def _next_between(self, running: Plan, longest: int) -> Sequence | None:
         """The next waiting sequence of at most `longest` prompt rows that finds no page that the
-        running step writes. Grammars are left out, because their masks may not be known yet.
+        running step writes. Grammars are left out, because their masks may not be known yet, and
+        siblings of a sequence whose prompt the running step scores.
         """
         head, seq = self._queue.head(), self._queue.shortest(longest)
         if head is None or head.preemptions or seq is None or seq.in_flight:
             return None
-        if seq.matcher is not None or not self._seats.free:
+        if seq.matcher is not None or len(seq.prompt_logprobs) <= seq.scored:
+            return None
+        if not self._seats.free:
             return None
         return None if self._pages.finds_pages_of(running.prompt_chunks, seq) else seq
 

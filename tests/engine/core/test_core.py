@@ -146,6 +146,7 @@ def test_steps_between_the_segments_of_others_lose_nothing(retain: bool, order: 
     outputs += core.run_until_idle(20_000)
     core.check()
     assert_solo_tokens(requests, outputs)
+    assert "internal_error" not in {code_of(end) for end in ends_of(outputs).values()}
     assert device_of(core).n_between > 20
     assert core.ledger.since(0)["bucket_tokens"].sum() == device_of(core).rows_run
 
@@ -166,6 +167,26 @@ def test_a_prompt_that_shares_pages_with_the_running_step_waits_for_its_end():
     assert core.scheduler.goes_between(running)
     assert "other" in {output.request_id for output in core.step().outputs}
     assert device_of(core).n_between == 1 and core._flight.plan is running
+
+
+def core_in_a_cut_step(*others: EngineRequest, **settings: Any) -> EngineCore:
+    """A core that runs the first segment of a step with prompt rows of these requests and of a long
+    one.
+    """
+    core = make_core(**{"seats": 4, "pages": 70, "context": 128, "segments": 4, **settings})
+    for request in (*others, make_request("long", [5] * 100, max_tokens=1)):
+        core.add(request)
+    core.step()
+    assert core._flight is not None and core._flight.is_cut
+    return core
+
+
+def test_a_sibling_waits_for_the_step_that_scores_its_prompt():
+    leader = make_request("scored", [6] * 3, n=2, max_tokens=2, prompt_logprobs=1)
+    core = core_in_a_cut_step(leader)
+    outputs = core.run_until_idle()
+    assert [end.finish for end in ends_of(outputs).values()] == ["length"] * 3
+    assert_solo_tokens([leader], [out for out in outputs if out.request_id == "scored"])
 
 
 def test_a_step_that_waits_for_the_compiler_is_one_warning(
