@@ -267,14 +267,14 @@ class EngineCore:
         flight = self._flight
         if not self.plans_late or flight is None or self.has_outputs or self._reporter.questions:
             return 0.0
+        if flight.is_cut and self.scheduler.goes_between(flight.plan):
+            return 0.0 if self.runner.has_paused(flight.launched_step) else _LOOK_S
         if not self.scheduler.has_place:
             return 0.0
         if flight.plan_within is None:
             flight.plan_within = self._plan_within(flight.plan)
         earliest, latest = flight.plan_within
         if flight.is_cut:
-            if self.scheduler.goes_between(flight.plan):
-                return 0.0 if self.runner.has_paused(flight.launched_step) else _LOOK_S
             flight.is_cut = self.runner.feed(flight.launched_step)
             if flight.is_cut:
                 segments = self.scheduler.buckets.segments(flight.plan.bucket)

@@ -189,6 +189,16 @@ def test_a_sibling_waits_for_the_step_that_scores_its_prompt():
     assert_solo_tokens([leader], [out for out in outputs if out.request_id == "scored"])
 
 
+def test_a_short_prompt_that_takes_the_last_seat_goes_between_two_segments():
+    core = core_in_a_cut_step(seats=2)
+    device_of(core).has_paused = lambda launched: False
+    core.add(make_request("short", [6] * 3, max_tokens=2))
+    assert core.late_plan_slack_s > 0
+    del device_of(core).has_paused
+    assert core.late_plan_slack_s == 0
+    assert [output.request_id for output in core.step().outputs] == ["short"]
+
+
 def test_a_step_that_waits_for_the_compiler_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
