@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -383,16 +383,17 @@ class EngineCore:
         ready, self._ready = self._ready, None
         failure = self._try_launch(plan, started, whole=True)
         flight, self._flight = self._flight, running
-        outcome = _Outcome([])
+        outcome = _Outcome([], failure=failure)
         if flight is not None:
             running.is_cut = self.runner.feed(running.launched_step)
             outcome = self._take_result(flight)
-        failure = outcome.failure or failure
-        if failure is not None:
-            self._recover(failure)
-        else:
-            running.between_s += self.clock() - started
-            self._ready = ready
+        if outcome.failure is not None:
+            # A failure of the running step is also one of each step that is launched after it.
+            chunks = [*plan.chunks, *running.plan.chunks]
+            self._recover(_Failure(replace(plan, chunks=chunks), outcome.failure.error))
+            return self._report(None, outcome)
+        running.between_s += self.clock() - started
+        self._ready = ready
         return self._report(flight, outcome)
 
     def _is_alone(self, plan: Plan, now: float) -> bool:

@@ -11,6 +11,7 @@ from core_runs import CONTEXT, assert_solo_tokens, cramped_core, random_events
 from fakes import (
     VOCAB,
     FakeClock,
+    StepFailed,
     code_of,
     device_of,
     ends_of,
@@ -187,6 +188,26 @@ def test_a_sibling_waits_for_the_step_that_scores_its_prompt():
     outputs = core.run_until_idle()
     assert [end.finish for end in ends_of(outputs).values()] == ["length"] * 3
     assert_solo_tokens([leader], [out for out in outputs if out.request_id == "scored"])
+
+
+def test_a_step_that_fails_between_two_segments_has_seated_nobody():
+    """And it is not known which of the two has failed."""
+    core = core_in_a_cut_step()
+
+    def fail(launched: Any) -> Any:
+        raise StepFailed
+
+    core.runner.fetch = fail
+    core.add(make_request("short", [6] * 3, max_tokens=2))
+    report = core.step()
+    assert [(event.event, event.request_id) for event in report.events] == [
+        ("preempted", "long"),
+        ("preempted", "short"),
+    ]
+    del core.runner.fetch
+    suspects = {seq.request_id for seq in core.scheduler._suspects._waiting}
+    assert suspects == {"short", "long"}
+    assert {end.finish for end in ends_of(core.run_until_idle()).values()} == {"length"}
 
 
 def test_a_short_prompt_that_takes_the_last_seat_goes_between_two_segments():
