@@ -46,6 +46,7 @@ STEP_DTYPE = np.dtype(
         ("launch_s", "f4"),
         # From the launch, or the step before's end if later, until the tokens were on the host.
         ("device_s", "f4"),
+        ("earlier_s", "f4"),  # of these, those before other steps ran between its segments
         ("fetch_s", "f4"),
         ("commit_s", "f4"),
         ("gap_s", "f4"),  # idle time of the device before the step
@@ -212,11 +213,11 @@ class RecordRing:
 
     def add(self, record: bytes, renumber: int = 0) -> np.void:
         """Add a record, its step number raised by `renumber`; returns a copy. A step is ready
-        device_s after its launch or the end of the step before, whichever is later.
+        device_s - earlier_s after its launch or the end of the step before, whichever is later.
         """
         new = np.frombuffer(record, STEP_DTYPE)[0].copy()
         new["step"] += renumber
-        ready = max(_launched(new), self.last_ready) + float(new["device_s"])
+        ready = max(_launched(new), self.last_ready) + float(new["device_s"] - new["earlier_s"])
         at = self._at
         self._ring[at], self._steps[at], self._ready[at] = new, new["step"], ready
         self._count += 1

@@ -151,10 +151,13 @@ class _Flight:
     plan_within: tuple[float, float] | None = None
     #: Late planning: time at which the step was found done before its result was fetched.
     done: float | None = None
+    #: Whether it is the first of its kind.
+    is_first: bool = False
     #: Whether segments of the step are left to launch.
     is_cut: bool = False
-    #: Seconds that other steps took between its segments.
+    #: Seconds that other steps took between its segments, and when the last of them was done.
     between_s: float = 0.0
+    resumed: float | None = None
 
 
 @dataclass(slots=True)
@@ -392,8 +395,11 @@ class EngineCore:
             chunks = [*plan.chunks, *running.plan.chunks]
             self._recover(_Failure(replace(plan, chunks=chunks), outcome.failure.error))
             return self._report(None, outcome)
-        running.between_s += self.clock() - started
-        self._ready = ready
+        if running.is_first:
+            self.on_first_step(running.plan.number)  # the plans have exchanged their numbers
+        running.resumed, self._ready = self._ready, ready
+        assert running.resumed is not None  # the device is busy
+        running.between_s += running.resumed - started
         return self._report(flight, outcome)
 
     def _is_alone(self, plan: Plan, now: float) -> bool:
@@ -458,7 +464,8 @@ class EngineCore:
     def _launch(self, plan: Plan, started: float, *, is_cut: bool) -> _Flight:
         """Pack a plan and start its step. is_cut: in segments."""
         kind = plan.bucket, plan.greedy_only
-        if kind not in self._kinds:
+        is_first = kind not in self._kinds
+        if is_first:
             self._kinds.add(kind)
             self.on_first_step(plan.number)
         compiles = self.runner.compiles
@@ -484,6 +491,7 @@ class EngineCore:
             batched=batched,
             launched=launched,
             compiled=compiled,
+            is_first=is_first,
             is_cut=is_cut and self.runner.feed(launched_step),
         )
 
@@ -520,6 +528,7 @@ class EngineCore:
             began = max(began, before)
             gap = began - before
         device = ready - began - flight.between_s
+        earlier = 0.0 if flight.resumed is None else device - (ready - flight.resumed)
         if not flight.compiled:
             self.scheduler.observe(plan, device, gap)
         # The gap before the next step counts as idle time only if there is work now.
@@ -554,6 +563,7 @@ class EngineCore:
             batch_s=flight.batched - flight.planned,
             launch_s=flight.launched - flight.batched,
             device_s=device,
+            earlier_s=earlier,
             fetch_s=fetched - waited,
             commit_s=self.clock() - fetched,
             gap_s=gap,

@@ -255,13 +255,17 @@ class Scheduler:
     def plan_between(self, running: Plan, now: float) -> Plan | None:
         """Plan a step that runs between two segments of the running one: whole short prompts that
         arrived after it was planned. None if there are none. Its result is committed before that of
-        the running step.
+        the running step, so the two exchange their numbers.
         """
         if not self.goes_between(running):
             return None
         draft = Draft(self._row_limit.rows, self.limits.max_seats)
         self._planner.fill_between(draft, running, now)
-        return self._published(draft) if draft.chunks else None
+        if not draft.chunks:
+            return None
+        plan = self._published(draft)
+        plan.number, running.number = running.number, plan.number
+        return plan
 
     def lets_others_first(self, plan: Plan, now: float) -> bool:
         """Whether to launch no step while this one runs: it is background work, so a request that

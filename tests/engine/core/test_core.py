@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jitney.engine.common.outputs import SequenceOutput
-from jitney.engine.common.records import STEP_DTYPE
+from jitney.engine.common.records import STEP_DTYPE, RecordRing
 from jitney.engine.common.requests import EngineRequest
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.sequence_factory import _sibling_seed
@@ -188,6 +188,36 @@ def test_a_sibling_waits_for_the_step_that_scores_its_prompt():
     outputs = core.run_until_idle()
     assert [end.finish for end in ends_of(outputs).values()] == ["length"] * 3
     assert_solo_tokens([leader], [out for out in outputs if out.request_id == "scored"])
+
+
+def test_steps_are_recorded_in_the_order_of_their_results():
+    """And each is done when its result was fetched: a step between two segments of another is
+    before that one. Until both are done, the first of its kind is announced by its number.
+    """
+    clock = FakeClock()
+    core = core_in_a_cut_step(clock=clock)
+    device = device_of(core)
+    fetch, records, announced = device.fetch, RecordRing(), list[int]()
+    core.on_first_step = announced.append
+
+    def slow_fetch(launched: Any) -> Any:
+        clock.now += 0.25
+        return fetch(launched)
+
+    device.fetch = slow_fetch
+    for number in range(20):
+        clock.now += 2.0
+        if number % 3 == 0:
+            core.add(make_request(f"short{number}", [6 + number] * 2, max_tokens=1))
+        newest = records.last_step
+        record = core.step().record
+        if record:
+            records.add(record)
+            assert len(records.since(newest)) == 1 and records.last_ready == clock.now
+            if number == 0:
+                assert announced == [1, 2], "the cut step is the second one now"
+    assert device.n_between > 2
+    np.testing.assert_array_equal(records.since(-1)["step"], np.arange(len(records)) + 1)
 
 
 def test_a_step_that_fails_between_two_segments_has_seated_nobody():
