@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import jax
 from jax import Array
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 #: Name of the function that runs a layer (`jitney.engine.core.models.llama`).
 _LAYER = "_run_block"
@@ -45,43 +45,31 @@ class Segments:
             args = *args[:2], shapes
 
         def segment(*values: Any) -> tuple[list[Array], Any]:
-            known = dict(zip(self._constants, self._trace.consts, strict=True))
+            closed, (_, results) = self._traced
+            known = dict(zip(self._whole.constvars, closed.consts, strict=True))
             known |= zip(self._inputs(first), jax.tree.leaves(values), strict=True)
             _evaluate(self._equations[first:last], known)
             kv = [known[cache] for cache in self._caches(last)]
             if last < len(self._equations):
                 return kv, [known[var] for var in self._carried(last)]
-            output = [_value(atom, known) for atom in self._outputs[len(kv) :]]
-            return kv, jax.tree.unflatten(jax.tree.structure(self._results[1]), output)
+            output = [_value(atom, known) for atom in self._whole.outvars[len(kv) :]]
+            return kv, jax.tree.unflatten(jax.tree.structure(results), output)
 
         return jax.jit(segment, donate_argnums=1).lower(*args)
 
     @cached_property
-    def _traced(self) -> tuple[Any, Any]:
+    def _traced(self) -> tuple[ClosedJaxpr, Any]:
+        """The whole program, and the shapes of its results."""
         return jax.make_jaxpr(self.program, return_shape=True)(*self.args)
 
     @property
-    def _trace(self) -> Any:
-        """The whole program, a closed jaxpr."""
-        return self._traced[0]
-
-    @property
-    def _results(self) -> Any:
-        """Shapes of the program's results."""
-        return self._traced[1]
-
-    @property
-    def _constants(self) -> list[Var]:
-        return self._trace.jaxpr.constvars
+    def _whole(self) -> Jaxpr:
+        """The whole program; caches are the first of its results."""
+        return self._traced[0].jaxpr
 
     @property
     def _equations(self) -> list[JaxprEqn]:
-        return self._trace.jaxpr.eqns
-
-    @property
-    def _outputs(self) -> list[Var | Literal]:
-        """The program's results, caches first."""
-        return self._trace.jaxpr.outvars
+        return self._whole.eqns
 
     @cached_property
     def _bounds(self) -> list[int]:
@@ -99,7 +87,7 @@ class Segments:
 
     def _inputs(self, bound: int) -> list[Var]:
         """The arguments of the segment that begins with the equation `bound`."""
-        arguments = self._trace.jaxpr.invars
+        arguments = self._whole.invars
         if not bound:
             return arguments
         n_leaves = len(jax.tree.leaves(self.args[0]))
@@ -108,7 +96,7 @@ class Segments:
     def _caches(self, bound: int) -> list[Var]:
         """The caches as they are before the equation `bound`."""
         n_caches = len(jax.tree.leaves(self.args[1]))
-        return [self._before(cast(Var, cache), bound) for cache in self._outputs[:n_caches]]
+        return [self._before(cast(Var, cache), bound) for cache in self._whole.outvars[:n_caches]]
 
     def _before(self, cache: Var, bound: int) -> Var:
         """A cache as it is before the equation `bound`: the layer that replaces it has one argument
@@ -124,10 +112,11 @@ class Segments:
         weights and caches.
         """
         n_leaves = len(jax.tree.leaves(self.args[0]))
-        passed = {*self._constants, *self._trace.jaxpr.invars[:n_leaves], *self._caches(bound)}
+        whole = self._whole
+        passed = {*whole.constvars, *whole.invars[:n_leaves], *self._caches(bound)}
         n_caches = len(jax.tree.leaves(self.args[1]))
         read = [atom for each in self._equations[bound:] for atom in each.invars]
-        known = dict.fromkeys(_variables([*read, *self._outputs[n_caches:]]))
+        known = dict.fromkeys(_variables([*read, *whole.outvars[n_caches:]]))
         return [var for var in known if var not in passed and self._made_at.get(var, -1) < bound]
 
 
