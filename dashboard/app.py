@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jitney.dashboard import request_detail, sse
-from jitney.dashboard.auth import FeedEndpoint, PageLine
 from jitney.dashboard.drawing import Drawings
 from jitney.dashboard.engine_routes import ENGINE_ROUTES
 from jitney.dashboard.feed import Feed
+from jitney.dashboard.feed_endpoint import FeedEndpoint
 from jitney.dashboard.history_log import HistoryLog
 from jitney.dashboard.incident_log import IncidentLog
 from jitney.dashboard.lab import LabHandlers, PolicyLab
@@ -49,6 +49,7 @@ from jitney.engine.server import (
     HttpError,
     Identity,
     LongJson,
+    PageLine,
     ServerSettings,
     Service,
     StoreUnavailable,

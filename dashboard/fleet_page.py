@@ -11,7 +11,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from jitney.dashboard.auth import FeedEndpoint, PageLine
+from jitney.dashboard.feed_endpoint import FeedEndpoint
 from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_answers import search_requests, tenants_of_all
 from jitney.dashboard.fleet_member import Member
@@ -19,7 +19,14 @@ from jitney.dashboard.proxy import not_found, proxy_route
 from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
 from jitney.dashboard.work import WorkList
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import ApiKeys, Identity, InternalRequests, Role, ServerSettings
+from jitney.engine.server import (
+    ApiKeys,
+    Identity,
+    InternalRequests,
+    PageLine,
+    Role,
+    ServerSettings,
+)
 
 _DECISION_FORM = 'a decision is JSON: {"action": "promote"}, "roll_back" or "restart"'
 #: A replica's own page.

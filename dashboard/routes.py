@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.routing import BaseRoute, Mount, Route
 
-from jitney.dashboard.auth import PageLine, page_middleware
 from jitney.dashboard.page_files import FirstData, PageFiles
-from jitney.dashboard.sessions import Sessions
-from jitney.engine.common.errors import JitneyError, RequestError
+from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import (
     ApiKeys,
-    ErrorReply,
-    HeaderLimits,
     HttpError,
+    PageAccess,
+    PageLine,
     Role,
     ServerSettings,
-    address_of,
-    cors,
 )
 
+#: Content-Security-Policy: nothing from other origins and no inline script. Plotly needs inline
+#: styles, and data: URLs for its icons.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+_REPORT = "/report"
+#: A report is one file with its scripts in it, so it runs apart from the page: in a sandbox, with
+#: no session.
+_REPORT_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: "
+    "blob:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; sandbox allow-scripts "
+    "allow-downloads"
+)
+_REPORT_HEADERS = _HEADERS | {"content-security-policy": _REPORT_POLICY}
 #: Most bytes of a body that is sent to a dashboard.
 _BODY_LIMIT = 4096
 
@@ -40,16 +57,6 @@ class _SignIn(msgspec.Struct, forbid_unknown_fields=True):
     key: str
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """Errors in the endpoint's own form."""
-    context = request.scope.get("jitney")
-    return ErrorReply.of(error, context.request_id if context is not None else "none").response()
-
-
-#: Exception -> its handler.
-_HANDLERS: dict[Any, Any] = {HTTPException: _failed, JitneyError: _failed}
-
-
 class PageRoutes:
     """Base of all pages as ASGI applications: handlers of the routes without data."""
 
@@ -57,12 +64,9 @@ class PageRoutes:
     index = "index.html"
 
     def __init__(self, settings: ServerSettings, keys: ApiKeys | None = None):
-        """settings: allowed_hosts, cors_origins and keys are used. keys: the accepted ones; None:
-        those of the settings.
-        """
-        self.keys = keys or ApiKeys(settings)
-        self.sessions = Sessions(self.keys)
-        self._settings = settings
+        """See `PageAccess`."""
+        self._access = PageAccess(settings, keys, _headers_of)
+        self.sessions = self._access.sessions
         self.files = PageFiles()
 
     def page_lines(self) -> list[PageLine]:
@@ -90,15 +94,7 @@ class PageRoutes:
         application must not require a bearer key, but must check hosts and headers. The caller
         must close the page.
         """
-        lines = self.lines()
-        app = Starlette(
-            routes=[line.route for line in lines],
-            middleware=self._middleware(lines),
-            exception_handlers=_HANDLERS,
-            lifespan=lambda app: self.at_work(),
-        )
-        app.router.redirect_slashes = False
-        return app
+        return self._access.mounted(self.lines(), lambda app: self.at_work())
 
     def mounted(self, path: str) -> list[BaseRoute]:
         """The page at `path`, and a redirect from the path without a slash at its end. The redirect
@@ -118,21 +114,7 @@ class PageRoutes:
             yield
             await self.close()
 
-        lines = self.lines()
-        router = Router([line.route for line in lines], redirect_slashes=False)
-        inner: Any = HeaderLimits(router, self._settings)
-        return Starlette(
-            routes=[Mount("/", app=inner)],
-            exception_handlers=_HANDLERS,
-            lifespan=lifespan,
-            middleware=[
-                *cors(self._settings),
-                *self._middleware(lines),
-            ],
-        )
-
-    def _middleware(self, lines: list[PageLine]) -> list[Middleware]:
-        return page_middleware(lines, self.sessions, self._settings.server.cors_origins)
+        return self._access.by_itself(self.lines(), lifespan)
 
     def engine_list(
         self, engines: list[JsonDict], *, standalone: bool, fleet: str = ""
@@ -163,15 +145,19 @@ class PageRoutes:
         """
         body = await read_body(request)
         sign_in = read_json(body, _SignIn, 'a sign-in is JSON: {"key": "..."}', "key")
-        identity = self.keys.identify(sign_in.key, address_of(request.scope))
         response = Response(status_code=204)
-        self.sessions.begin(identity, request, response)
+        self.sessions.begin(sign_in.key, request, response)
         return response
 
     async def sign_out(self, request: Request) -> Response:
         response = Response(status_code=204)
         self.sessions.end(request, response)
         return response
+
+
+def _headers_of(path: str) -> Mapping[str, str]:
+    """The security headers of the answer to a path."""
+    return _REPORT_HEADERS if path.endswith(_REPORT) else _HEADERS
 
 
 async def read_body(request: Request) -> bytes:

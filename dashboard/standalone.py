@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jitney.dashboard.auth import FeedEndpoint, PageLine
+from jitney.dashboard.feed_endpoint import FeedEndpoint
 from jitney.dashboard.proxy import proxy_route
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
 from jitney.dashboard.routes import PageRoutes, to_json
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import ServerSettings
+from jitney.engine.server import PageLine, ServerSettings
 
 #: The engine's own path here.
 _BASE = "engines/0/"

@@ -7,16 +7,11 @@ from .chat.schema import checked as checked
 from .equipment import Equipment as Equipment
 from .equipment import check_adapter_names as check_adapter_names
 from .http.access import EVERYBODY as EVERYBODY
-from .http.access import NOBODY as NOBODY
-from .http.access import AccessControl as AccessControl
 from .http.access import ApiKeys as ApiKeys
 from .http.access import Identity as Identity
-from .http.access import address_of as address_of
 from .http.answers import ResponseModel as ResponseModel
 from .http.context import Context as Context
 from .http.context import Notes as Notes
-from .http.cross_site import cors as cors
-from .http.cross_site import refuse_other_sites as refuse_other_sites
 from .http.disconnect import until as until
 from .http.disconnect import until_disconnect as until_disconnect
 from .http.edge import application as application
@@ -32,8 +27,9 @@ from .http.jsonio import in_pieces as in_pieces
 from .http.jsonio import json_answer as json_answer
 from .http.jsonio import read_object as read_object
 from .http.listen import listen as listen
-from .http.middleware import HeaderLimits as HeaderLimits
 from .http.model_cards import ModelCard as ModelCard
+from .http.page_access import PageAccess as PageAccess
+from .http.page_access import PageLine as PageLine
 from .http.passed_headers import PassedHeaders as PassedHeaders
 from .http.quotas import Quotas as Quotas
 from .http.quotas import Spending as Spending
@@ -45,7 +41,6 @@ from .http.routes import front_routes as front_routes
 from .http.routes import unknown_fields as unknown_fields
 from .http.routing import HttpRoute as HttpRoute
 from .http.routing import Role as Role
-from .http.routing import route_path as route_path
 from .http.server_context import ServerContext as ServerContext
 from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings

@@ -12,14 +12,13 @@ from api_fakes import call, run
 from page_fakes import browser, get, page, viewers_of
 
 from jitney.dashboard import Dashboard, page_files, sse
-from jitney.dashboard.auth import _POLICY
 from jitney.dashboard.page_files import _PLOTLY, _STATIC
-from jitney.dashboard.sessions import _COOKIE, _LIFETIME_S, _MAX_SESSIONS, Sessions
+from jitney.dashboard.routes import _POLICY
 from jitney.dashboard.sse import _FEED_VERSION
 from jitney.dashboard.viewers import Viewer
 from jitney.engine.common.key_file import digest_key
-from jitney.engine.server.http.access import _MOST_ALIKE, NOBODY, ApiKeys, Identity
-from jitney.engine.server.http.routing import Role
+from jitney.engine.server.http.access import _MOST_ALIKE
+from jitney.engine.server.http.sessions import _COOKIE
 from jitney.engine.server.http.settings import ServerSettings
 
 KEY = "a secret key"
@@ -260,27 +259,6 @@ def test_bad_sign_ins(client, body, status):
 def test_without_keys_nobody_signs_in(client):
     assert run(call(page(client), "/sign-in", {"key": ""})).status == 401
     assert get(page(client), "/slots").status_code == 200
-
-
-def test_sessions_end_and_are_bounded():
-    now = [0.0]
-    keys = ApiKeys(ServerSettings(api_keys=("digest",)))
-    sessions = Sessions(keys, clock=lambda: now[0])
-    somebody = Identity(Role.USER, "digest", key="digest")
-    first = sessions.open(somebody)
-    assert sessions.identify(first) == somebody
-    assert sessions.identify(None) == NOBODY == sessions.identify("made up")
-    now[0] = _LIFETIME_S
-    assert sessions.identify(first) == NOBODY
-    opened = [sessions.open(somebody) for _ in range(_MAX_SESSIONS + 1)]
-    assert len(set(opened)) == _MAX_SESSIONS + 1
-    assert [sessions.identify(one) for one in (opened[0], opened[1], opened[-1])] == [
-        NOBODY,
-        somebody,
-        somebody,
-    ]
-    sessions.close(opened[1])
-    assert sessions.identify(opened[1]) == NOBODY and sessions.identify(opened[2]) == somebody
 
 
 def test_loading_is_an_error_in_the_endpoints_form(client):

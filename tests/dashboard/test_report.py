@@ -17,7 +17,7 @@ from page_fakes import get, page
 from sliced_work import at_once
 
 from jitney.dashboard import report, timeline
-from jitney.dashboard.auth import _REPORT_POLICY
+from jitney.dashboard.routes import _REPORT_POLICY
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 
 

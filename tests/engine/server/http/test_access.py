@@ -11,12 +11,14 @@ from jitney.engine.server.http.access import (
     _MAX_REMEMBERED,
     _MOST_ALIKE,
     _MOST_OF_ADDRESS,
+    NOBODY,
     ApiKeys,
     Identity,
     _WrongKeys,
 )
 from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.routing import Role
+from jitney.engine.server.http.sessions import _LIFETIME_S, _MAX_SESSIONS, Sessions
 from jitney.engine.server.http.settings import ServerSettings
 
 HERE, ELSEWHERE = "192.0.2.1", "192.0.2.2"
@@ -102,3 +104,24 @@ async def test_guesses_on_the_endpoint_are_counted_too():
     assert (await ask("right")).status == 200
     bare = [(await call(app, "/v1/completions", PROMPT)).status for _ in range(20)]
     assert set(bare) == {401}, "who shows no key does not guess"
+
+
+def test_sessions_end_and_are_bounded():
+    now = [0.0]
+    keys = ApiKeys(ServerSettings(api_keys=("digest",)))
+    sessions = Sessions(keys, clock=lambda: now[0])
+    somebody = Identity(Role.USER, "digest", key="digest")
+    first = sessions.open(somebody)
+    assert sessions.identify(first) == somebody
+    assert sessions.identify(None) == NOBODY == sessions.identify("made up")
+    now[0] = _LIFETIME_S
+    assert sessions.identify(first) == NOBODY
+    opened = [sessions.open(somebody) for _ in range(_MAX_SESSIONS + 1)]
+    assert len(set(opened)) == _MAX_SESSIONS + 1
+    assert [sessions.identify(one) for one in (opened[0], opened[1], opened[-1])] == [
+        NOBODY,
+        somebody,
+        somebody,
+    ]
+    sessions.close(opened[1])
+    assert sessions.identify(opened[1]) == NOBODY and sessions.identify(opened[2]) == somebody

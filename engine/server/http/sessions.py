@@ -14,7 +14,13 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from jitney.engine.common.key_file import digest_key
-from jitney.engine.server import EVERYBODY, NOBODY, ApiKeys, Identity
+from jitney.engine.server.http.access import (
+    EVERYBODY,
+    NOBODY,
+    ApiKeys,
+    Identity,
+    address_of,
+)
 
 _COOKIE = "jitney_session"
 #: Seconds until a browser must sign in again.
@@ -64,11 +70,11 @@ class Sessions:
         end, identity = self._open.get(digest_key(session), (0.0, NOBODY))
         return self.keys.current(identity) if self._clock() < end else NOBODY
 
-    def begin(self, identity: Identity, request: Request, response: Response) -> None:
-        """A new session for the sender of the request, in a cookie that scripts cannot read and
-        other sites cannot send.
+    def begin(self, key: str, request: Request, response: Response) -> None:
+        """A new session for the holder of the key, in a cookie that scripts cannot read and other
+        sites cannot send. Raises HttpError as `ApiKeys.identify`.
         """
-        session = self.open(identity)
+        session = self.open(self.keys.identify(key, address_of(request.scope)))
         response.set_cookie(_COOKIE, session, max_age=_LIFETIME_S, **_cookie_of(request))
 
     def end(self, request: Request, response: Response) -> None:
