@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import KEY_FLAG, NOTHING, Command, Config, Flag, FlagGroup, load_config
+from jitney.engine.config import KEY_FLAG, Command, Config, Flag, FlagGroup, ResolvedConfig
 from jitney.engine.config import settings as all_settings
 from jitney.engine.server import HttpServer
 
@@ -89,7 +89,7 @@ def dashboard_command(arguments: Sequence[str]) -> int:
     flags: JsonDict = {name: getattr(args, name) for name in _SETTINGS}
     # Visitors sign in with the engines' key; the engines decide what it may see.
     flags["admin_keys"] = (key,) if key else ()
-    config = load_config(None, NOTHING, flags)
+    config = ResolvedConfig.load(flags=flags).config
     addresses = [*args.replicas, *args.engine] or [_DEFAULT_ENGINE]
     _serve(config, _engines(addresses, key), args.price_per_hour)
     return 0

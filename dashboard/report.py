@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitney.dashboard.latency import Latencies
@@ -16,7 +17,6 @@ from jitney.engine.common.reports.page import Page, PageSection, Table
 from jitney.engine.common.request_record import RequestRecord
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
-from jitney.engine.config import NOTHING
 from jitney.engine.server import EngineClient
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class _Curve(NamedTuple):
     #: Place of its colour in `_HUES`.
     hue: int
     #: Further options of plotly's line.
-    style: JsonObject = NOTHING
+    style: JsonObject = MappingProxyType({})
 
 
 _DOTS, _DASHES, _MARKERS = {"dash": "dot"}, {"dash": "dash"}, {"mode": "markers"}

@@ -19,11 +19,9 @@ from jitney.engine.config import (
     Command,
     Config,
     ConfigReport,
-    Difference,
     Flag,
     FlagGroup,
     ResolvedConfig,
-    SettingValue,
     configuration_digest,
     short,
 )
@@ -71,11 +69,8 @@ def show(arguments: Sequence[str]) -> int:
         print(json.dumps(msgspec.to_builtins(report), indent=2))
         return 0
     digest = report.config_digest or _NO_DIGEST
-    rows = (
-        (_name(setting), *_cells(setting), _digest_column(setting.counted))
-        for setting in report.settings.values()
-    )
     _print_line(f"Jitney {report.version}, configuration {digest}")
+    rows = (setting.row for setting in report.settings.values())
     _print_table(("setting", "value", "from", "digest"), rows)
     return 0
 
@@ -87,9 +82,11 @@ def diff(arguments: Sequence[str]) -> int:
     a, b = settings_of(args.a, key), settings_of(args.b, key)
     differences = [each for each in a.differences(b) if each.counted or not args.counted]
     if args.json:
-        print(json.dumps(_as_json(a, b, differences), indent=2))
+        listed = [{"counted": each.counted} | msgspec.to_builtins(each) for each in differences]
+        print(json.dumps({"a": _head(a), "b": _head(b), "differences": listed}, indent=2))
     else:
-        _print_differences((args.a, args.b), (a, b), differences)
+        rows = [each.row for each in differences]
+        _print_differences((args.a, args.b), (a, b), rows)
     return int(bool(differences) or _others_differ(a, b))
 
 
@@ -133,55 +130,24 @@ def _others_differ(a: ConfigReport, b: ConfigReport) -> bool:
     return a.version != b.version or (all(digests) and digests[0] != digests[1])
 
 
-def _as_json(a: ConfigReport, b: ConfigReport, differences: Sequence[Difference]) -> JsonDict:
-    return {
-        "a": {"version": a.version, "config_digest": a.config_digest},
-        "b": {"version": b.version, "config_digest": b.config_digest},
-        "differences": [
-            {"counted": each.counted} | msgspec.to_builtins(each) for each in differences
-        ],
-    }
+def _head(report: ConfigReport) -> JsonDict:
+    return {"version": report.version, "config_digest": report.config_digest}
 
 
 def _print_differences(
     sources: tuple[str, str],
     reports: tuple[ConfigReport, ConfigReport],
-    differences: Sequence[Difference],
+    differences: Sequence[Sequence[str]],
 ) -> None:
     for letter, source, report in zip("AB", sources, reports, strict=True):
         digest = short(report.config_digest) or _NO_DIGEST
         _print_line(f"{letter}: {source}, Jitney {report.version}, configuration {digest}")
     if differences:
-        rows = (
-            (
-                _name(each.a or each.b),
-                *_cells(each.a),
-                *_cells(each.b),
-                _digest_column(each.counted),
-            )
-            for each in differences
-        )
-        _print_table(("setting", "A", "from", "B", "from", "digest"), rows)
+        _print_table(("setting", "A", "from", "B", "from", "digest"), differences)
     elif _others_differ(*reports):
         _print_line("The settings are the same; the files of the model or the version differ.")
     else:
         _print_line("They do not differ.")
-
-
-def _name(setting: SettingValue | None) -> str:
-    assert setting is not None
-    return f"[{setting.section}] {setting.key}"
-
-
-def _cells(setting: SettingValue | None) -> tuple[str, str]:
-    """Value and origin."""
-    if setting is None:
-        return "unknown there", ""
-    return json.dumps(setting.value), setting.origin
-
-
-def _digest_column(counted: bool) -> str:
-    return "" if counted else "not counted"
 
 
 def _print_line(line: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.requests import JsonDict, SamplingParams
 from jitney.engine.common.terminal import visible_on_terminal
-from jitney.engine.config import NOTHING, Arguments, Command, Config, Flag, FlagGroup
+from jitney.engine.config import Arguments, Command, Config, Flag, FlagGroup
 from jitney.engine.core import load_llm
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class SamplingArguments(Arguments):
         flags = {name: getattr(self, name) for name in names}
         return {name: value for name, value in flags.items() if value is not None}
 
-    def sampling(self, *, n: int = 1, defaults: Mapping[str, float] = NOTHING) -> SamplingParams:
+    def sampling(
+        self, *, n: int = 1, defaults: Mapping[str, float] = MappingProxyType({})
+    ) -> SamplingParams:
         """The parameters of the flags; defaults: the model's. Raises ConfigError."""
         fields = SamplingParams.fields_with(defaults, self._explicit(_MODEL_DEFAULTED))
         params = SamplingParams(

@@ -1,7 +1,5 @@
 from .arguments import Arguments as Arguments
 from .digest import ConfigReport as ConfigReport
-from .digest import Difference as Difference
-from .digest import SettingValue as SettingValue
 from .digest import configuration_digest as configuration_digest
 from .digest import short as short
 from .flags import FOR as FOR
@@ -9,9 +7,7 @@ from .flags import KEY_FLAG as KEY_FLAG
 from .flags import Command as Command
 from .flags import Flag as Flag
 from .flags import FlagGroup as FlagGroup
-from .layers import NOTHING as NOTHING
 from .layers import ResolvedConfig as ResolvedConfig
-from .layers import load_config as load_config
 from .layers import settings as settings
 from .layers import unknown_word as unknown_word
 from .layers import values as values

@@ -130,6 +130,16 @@ class SettingValue(msgspec.Struct, frozen=True):
     #: True if it is part of the digest.
     counted: bool
 
+    @property
+    def place(self) -> str:
+        """Table and key as people write them."""
+        return f"[{self.section}] {self.key}"
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Columns of a table of settings: place, value, origin, whether it counts."""
+        return self.place, *_cells(self), _digest_column(self.counted)
+
 
 class ConfigReport(msgspec.Struct, frozen=True, kw_only=True):
     """Response of GET /config, and the resolved settings of a file."""
@@ -166,6 +176,24 @@ class Difference(msgspec.Struct, frozen=True):
     def counted(self) -> bool:
         """True if it makes the digests differ."""
         return any(value is not None and value.counted for value in (self.a, self.b))
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Columns of a table of differences: place, value and origin of both, whether it counts."""
+        setting = self.a or self.b
+        assert setting is not None
+        return setting.place, *_cells(self.a), *_cells(self.b), _digest_column(self.counted)
+
+
+def _cells(setting: SettingValue | None) -> tuple[str, str]:
+    """Value and origin."""
+    if setting is None:
+        return "unknown there", ""
+    return json.dumps(setting.value), setting.origin
+
+
+def _digest_column(counted: bool) -> str:
+    return "" if counted else "not counted"
 
 
 def _value_of(resolved: ResolvedConfig, setting: Setting) -> SettingValue:

@@ -208,15 +208,6 @@ def values(config: Config) -> dict[str, object]:
     }
 
 
-def load_config(
-    file: str | Path | None = None,
-    environ: Mapping[str, str] = NOTHING,
-    flags: Mapping[str, object] = NOTHING,
-) -> Config:
-    """The configuration of `ResolvedConfig.load`, without origins."""
-    return ResolvedConfig.load(file, environ, flags).config
-
-
 def _validated(
     values: Mapping[str, Mapping[str, object]], origins: Mapping[str, str]
 ) -> ResolvedConfig:

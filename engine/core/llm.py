@@ -16,7 +16,7 @@ from jitney.engine.common.errors import ConfigError, ErrorInfo, RequestError
 from jitney.engine.common.outputs import SequenceOutput, TokenLogprobs
 from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.requests import EngineRequest, Grammar, JsonDict, SamplingParams
-from jitney.engine.config import Config, load_config
+from jitney.engine.config import Config, ResolvedConfig
 from jitney.engine.core.executor.fits import check_fits
 from jitney.engine.core.text.detokenizer import TextDelta, TextStream
 from jitney.engine.core.text.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ class LLM:
         if isinstance(model, Config):
             config = model
         else:
-            config = load_config(flags={"model": model, **settings})
+            config = ResolvedConfig.load(flags={"model": model, **settings}).config
         if config.engine.n_hosts > 1 or config.engine.data_parallel > 1:
             raise ConfigError("n_hosts: only jitney serve runs an engine over several hosts")
         os.environ.update(config.engine.jax_environment)

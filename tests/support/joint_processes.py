@@ -19,7 +19,7 @@ from jitney.engine import LLM
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.requests import EngineRequest, SamplingParams
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.server.process.process_client import ProcessClient
 
 #: Settings of a tiny model on a CPU: few sizes, since every process compiles them.
@@ -68,7 +68,7 @@ async def two_processes(
 ) -> AsyncIterator[list[ProcessClient]]:
     """The supervisors of both processes, like `jitney serve` on each of two hosts; host 0 first."""
     both = {**settings, "n_hosts": 2, "coordinator": f"127.0.0.1:{free_port()}"}
-    configs = [load_config(flags=both | {"host_id": number}) for number in range(2)]
+    configs = [ResolvedConfig.load(flags=both | {"host_id": number}).config for number in range(2)]
     clients = [ProcessClient(config) for config in configs]
     try:
         for client in clients:

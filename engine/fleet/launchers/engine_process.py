@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.text_file import read_toml
-from jitney.engine.config import Config, load_config, settings, unknown_word
+from jitney.engine.config import Config, ResolvedConfig, settings, unknown_word
 from jitney.engine.fleet.sections import ReplicasSection
 
 #: Python module that runs `jitney serve` with its arguments, and ends with the fleet.
@@ -96,7 +96,7 @@ def engine_config(file: str | Path, name: str, section: ReplicasSection) -> Conf
         if config_file is not None:
             engine_table = read_toml(config_file).get("engine", {})
             _check_hosts(dict.fromkeys(engine_table, str(config_file)))
-        config = load_config(config_file, flags=section.checked_settings)
+        config = ResolvedConfig.load(config_file, flags=section.checked_settings).config
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     for setting in _KEY_LIMITS:

@@ -99,10 +99,10 @@ def _failure(error: Exception) -> str:
 
 def _kernels_of(job: PartJob) -> tuple[Sequence[KernelSet], np.dtype]:
     """(the chosen kernel set and the one to compare with, dtype); starts jax."""
-    from jitney.engine.config import load_config
+    from jitney.engine.config import ResolvedConfig
     from jitney.engine.core import start_device
 
-    config = load_config(flags={"platform": job.platform, "dtype": job.dtype})
+    config = ResolvedConfig.load(flags={"platform": job.platform, "dtype": job.dtype}).config
     return start_device(config, filter(None, (job.kernels, job.against)))
 
 

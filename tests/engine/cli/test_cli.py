@@ -22,7 +22,7 @@ from jitney.engine.common.display import _Lines
 from jitney.engine.common.engine_info import ModelInfo
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.common.messages import Progress
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.server.http.listen import AcceptedKeys, base_url, listen
 
@@ -148,7 +148,7 @@ def test_print_config_prints_what_loads_back(
     )
     file = tmp_path / "printed.toml"
     file.write_text(capsys.readouterr().out)
-    config = load_config(file)
+    config = ResolvedConfig.load(file).config
     assert (
         config.model.id,
         config.engine.max_seats,

@@ -12,7 +12,7 @@ from api_fakes import FakeClient, make_app, served
 from jitney.engine.cli import main
 from jitney.engine.cli.config_command import digest_here
 from jitney.engine.common.key_file import digest_key
-from jitney.engine.config.layers import ResolvedConfig, load_config
+from jitney.engine.config.layers import ResolvedConfig
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_json_and_what_is_part_of_the_digest(
     (seats,) = told["differences"]
     assert seats["name"] == "max_seats" and seats["counted"]
     assert (seats["a"]["value"], seats["b"]["value"]) == (8, 16)
-    digests = [digest_here(load_config(file)) for file in files]
+    digests = [digest_here(ResolvedConfig.load(file).config) for file in files]
     assert [told["a"]["config_digest"], told["b"]["config_digest"]] == digests
     port = write(tmp_path, "c.toml", (tmp_path / "a.toml").read_text() + "[server]\nport = 2\n")
     assert main(["config", "diff", files[0], port, "--counted"]) == 0

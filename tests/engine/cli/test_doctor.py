@@ -13,7 +13,7 @@ from wrong_kernels import choose
 
 from jitney.engine.cli import doctor
 from jitney.engine.common import machine
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.kernels import reference
 from jitney.kernels.select import reference as reference_set
 
@@ -46,7 +46,7 @@ def model_folder(folder: Path, **values: Any) -> str:
 
 def found(model: str, **settings: Any) -> dict[str, tuple[str, bool | None]]:
     """What `doctor` says of kernels: values and marks by name."""
-    config = load_config(flags={"model": model, **SETTINGS, **settings})
+    config = ResolvedConfig.load(flags={"model": model, **SETTINGS, **settings}).config
     return {one.name.strip(): (one.value, one.ok) for one in doctor._kernels(config)}
 
 
@@ -76,7 +76,7 @@ def test_bfloat16_of_an_arm_cpu_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd i8mm bf16\n")
     monkeypatch.setattr(machine, "_CPUINFO", cpuinfo)
-    values = {one.name: one.value for one in doctor._processor(load_config())}
+    values = {one.name: one.value for one in doctor._processor(ResolvedConfig.load().config)}
     assert values["cpu bfloat16"] == "bf16"
 
 
@@ -136,11 +136,13 @@ def test_a_model_over_devices_that_are_not_here_is_proved_in_the_shapes_of_one(
 
 
 def test_the_tiny_engine_takes_no_adapter_of_the_model():
-    config = load_config(flags={"model": "tiny-random", "adapters": ("own=/nowhere",)})
+    config = ResolvedConfig.load(
+        flags={"model": "tiny-random", "adapters": ("own=/nowhere",)}
+    ).config
     assert doctor._tiny(config).model.adapters == ()
 
 
 @pytest.mark.parametrize("named,tried", [("flashinfer", "triton"), ("reference", "reference")])
 def test_a_token_of_small_heads_is_not_asked_of_kernels_for_large_ones(named: str, tried: str):
-    config = load_config(flags={"model": "m", "kernels": named})
+    config = ResolvedConfig.load(flags={"model": "m", "kernels": named}).config
     assert doctor._tiny(config).engine.kernels == tried

@@ -26,7 +26,7 @@ from jitney.dashboard import Dashboard
 from jitney.engine.cli.serve import _reread
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.config.arguments import Arguments
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.server.app import create_app
 from jitney.engine.server.http.http_server import HttpServer
@@ -70,7 +70,7 @@ class Running:
         }
         given = {name: path for name, path in files.items() if Path(path).exists()}
         data = {"data_dir": str(self.folder / "data"), "port": "0"}
-        return load_config(None, {}, given | data | self.settings)
+        return ResolvedConfig.load(None, {}, given | data | self.settings).config
 
     def http(self, key: str, **options: Any) -> httpx.Client:
         web = http_client(self.url, **options) if options else http_client(self.url)

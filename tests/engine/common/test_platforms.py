@@ -19,7 +19,7 @@ from places import CONFIGS
 from jitney.engine.cli import main
 from jitney.engine.common import platforms
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.core.jax_start import start_jax
 from jitney.engine.core.llm import LLM
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -104,7 +104,7 @@ def test_doctor_reports_it_as_bad_and_runs_nothing_elsewhere(capsys: pytest.Capt
 def test_what_jax_then_runs_on_has_the_last_word(monkeypatch: pytest.MonkeyPatch):
     """The plugin is installed and a chip is shown, and yet jax starts on the CPU."""
     with pytest.raises(ConfigError, match=r"platform cuda: jax runs on cpu here.*\[cuda12\]"):
-        start_jax(load_config(flags={"platform": "cuda"}))
+        start_jax(ResolvedConfig.load(flags={"platform": "cuda"}).config)
     with pytest.raises(ConfigError, match=r"platform tpu: jax runs on cpu here.*\[tpu\]"):
         worker._kernels_of(
             PartJob(
@@ -118,9 +118,9 @@ def test_what_jax_then_runs_on_has_the_last_word(monkeypatch: pytest.MonkeyPatch
             )
         )
     for name in ("auto", "cpu"):
-        assert start_jax(load_config(flags={"platform": name}))[0].platform == "cpu"
+        assert start_jax(ResolvedConfig.load(flags={"platform": name}).config)[0].platform == "cpu"
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
-    assert start_jax(load_config(flags={"platform": "cuda"}))[0].platform == "gpu"
+    assert start_jax(ResolvedConfig.load(flags={"platform": "cuda"}).config)[0].platform == "gpu"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from places import ROOT
 
 from jitney.engine.common.cache_folder import cache_dir
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import ResolvedConfig, load_config, settings
+from jitney.engine.config.layers import ResolvedConfig, settings
 from jitney.engine.config.schema import (
     Config,
     EngineSection,
@@ -53,25 +53,25 @@ def test_keys_board_in_turns_unless_an_order_is_given(
 ):
     resolved = ResolvedConfig.load(write(tmp_path, table), environ, flags)
     assert (resolved.config.engine.order, resolved.origins.get("order")) == (order, origin)
-    again = load_config(write(tmp_path, resolved.to_toml()))
+    again = ResolvedConfig.load(write(tmp_path, resolved.to_toml())).config
     assert again.engine == resolved.config.engine
 
 
 def test_layers_override_each_other_in_order(tmp_path: Path):
     file = write(tmp_path, "[engine]\nmax_seats = 2\npage_size = 32\ntoken_budget = 64\n")
-    config = load_config(
+    config = ResolvedConfig.load(
         file, {"JITNEY_MAX_SEATS": "3", "JITNEY_PAGE_SIZE": "64"}, {"max_seats": "4"}
-    )
+    ).config
     assert (config.engine.max_seats, config.engine.page_size, config.engine.token_budget) == (
         4,
         64,
         64,
     )
-    assert load_config().engine.max_seats == 32
+    assert ResolvedConfig.load().config.engine.max_seats == 32
 
 
 def test_values_of_every_kind_come_from_the_environment():
-    config = load_config(
+    config = ResolvedConfig.load(
         environ={
             "JITNEY_MODEL": "tiny-random",
             "JITNEY_PREFIX_CACHE": "off",
@@ -81,7 +81,7 @@ def test_values_of_every_kind_come_from_the_environment():
             "JITNEY_CACHE": "/somewhere",
             "PATH": "/bin",
         }
-    )
+    ).config
     assert config.model.id == "tiny-random"
     assert config.engine.prefix_cache is False
     assert config.engine.memory_gib == 1.5
@@ -107,7 +107,7 @@ def test_values_of_every_kind_come_from_the_environment():
 )
 def test_a_bad_file_is_one_line_with_the_place(tmp_path: Path, toml: str, words: list[str]):
     with pytest.raises(ConfigError) as caught:
-        load_config(write(tmp_path, toml))
+        ResolvedConfig.load(write(tmp_path, toml))
     message = str(caught.value)
     assert "\n" not in message
     for word in words:
@@ -116,7 +116,7 @@ def test_a_bad_file_is_one_line_with_the_place(tmp_path: Path, toml: str, words:
 
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
-        load_config(tmp_path / "absent.toml")
+        ResolvedConfig.load(tmp_path / "absent.toml")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
 )
 def test_a_bad_variable_is_named(environ: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(environ=environ)
+        ResolvedConfig.load(environ=environ)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,16 @@ def test_a_bad_variable_is_named(environ: dict[str, str], message: str):
 )
 def test_values_that_cannot_be_are_refused(flags: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(flags=flags)
+        ResolvedConfig.load(flags=flags)
 
 
 def test_an_open_host_needs_a_key_or_a_decision():
     for extra in ({"api_key_file": "keys"}, {"admin_key_file": "keys"}, {"insecure": True}):
-        assert load_config(flags={"host": "0.0.0.0"} | extra).server.open_to_others
-    assert load_config(environ={"JITNEY_API_KEYS": "k"}, flags={"host": "::"}).server.open_to_others
-    assert not load_config(flags={"host": "localhost"}).server.open_to_others
+        assert ResolvedConfig.load(flags={"host": "0.0.0.0"} | extra).config.server.open_to_others
+    assert ResolvedConfig.load(
+        environ={"JITNEY_API_KEYS": "k"}, flags={"host": "::"}
+    ).config.server.open_to_others
+    assert not ResolvedConfig.load(flags={"host": "localhost"}).config.server.open_to_others
 
 
 @given(
@@ -203,7 +205,7 @@ def test_toml_reads_back_to_the_same(
 ):
     file = tmp_path_factory.mktemp("toml") / "out.toml"
     file.write_text(ResolvedConfig(config, {}).to_toml(comments=comments), encoding="utf-8")
-    assert load_config(file) == config
+    assert ResolvedConfig.load(file).config == config
 
 
 def test_keys_are_not_printed():
@@ -222,7 +224,7 @@ def test_every_field_has_its_own_flat_name_and_a_description():
 def test_the_cpu_file_states_the_defaults():
     file = ROOT / "configs" / "cpu.toml"
     assert tomllib.loads(file.read_text())["engine"]
-    assert load_config(file) == Config()
+    assert ResolvedConfig.load(file).config == Config()
 
 
 def test_the_documentation_says_of_every_setting_what_the_code_says():

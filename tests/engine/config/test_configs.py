@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from places import CONFIGS
 
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config
 from jitney.engine.core.scheduler.buckets import Buckets
 from jitney.engine.lab.commands.plan import _COMMAND, plan
@@ -48,7 +48,7 @@ def buckets(config: Config, on_device: bool) -> Buckets:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_file_loads(file: Path):
-    config = load_config(file)
+    config = ResolvedConfig.load(file).config
     assert max(map(len, file.read_text().splitlines())) <= 130
     assert config.server.host == "127.0.0.1"  # no file opens a port to the network
     assert len(buckets(config, file.stem != "cpu").all()) <= 12
@@ -56,7 +56,7 @@ def test_every_file_loads(file: Path):
 
 @pytest.mark.parametrize("file", ON_DEVICES, ids=lambda file: file.stem)
 def test_the_planned_deployment_is_the_configured_one(file: Path):
-    config, known = load_config(file), _COMMAND.parse(command(file))
+    config, known = ResolvedConfig.load(file).config, _COMMAND.parse(command(file))
     engine, model = config.engine, config.model
     assert config.model.id.rpartition("/")[2].lower() == known.model
     assert known.weights == WEIGHTS.get(model.weights, model.weights)
@@ -72,7 +72,7 @@ def test_the_planned_deployment_is_the_configured_one(file: Path):
 
 @pytest.mark.parametrize("file", ON_DEVICES, ids=lambda file: file.stem)
 def test_weights_and_the_keys_of_all_seats_fit(file: Path):
-    config, known = load_config(file), _COMMAND.parse(command(file))
+    config, known = ResolvedConfig.load(file).config, _COMMAND.parse(command(file))
     roofline = Roofline.named(
         known.model, known.device, weights=known.weights, kv=known.kv, count=known.count
     )
@@ -114,7 +114,7 @@ def test_the_comments_give_the_planner_s_own_answers(
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_sizes_named_in_comments_are_those_that_are_compiled(file: Path):
-    made = buckets(load_config(file), file.stem != "cpu")
+    made = buckets(ResolvedConfig.load(file).config, file.stem != "cpu")
     text = file.read_text()
     for kind, sizes in (
         ("decode-only", [b.seats for b in made.decode]),

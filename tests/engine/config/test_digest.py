@@ -12,7 +12,7 @@ import pytest
 from places import ROOT
 
 from jitney.engine.config.digest import _LEFT_OUT, ConfigReport, configuration_digest, short
-from jitney.engine.config.layers import ResolvedConfig, load_config, settings
+from jitney.engine.config.layers import ResolvedConfig, settings
 from jitney.engine.config.schema import Config
 from jitney.engine.core.weights.checkpoints import sources
 from jitney.engine.core.weights.checkpoints.families import tiny_config
@@ -20,7 +20,7 @@ from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
 
 def digest(model: str = "m", version: str = "1", file: Path | None = None, **flags: str) -> str:
-    config = load_config(file, flags=flags)
+    config = ResolvedConfig.load(file, flags=flags).config
     return configuration_digest(config, model=model, version=version)
 
 
@@ -77,7 +77,7 @@ def test_the_order_of_a_file_and_of_numbers_does_not_count(tmp_path: Path):
 
 def test_it_survives_the_way_to_the_core():
     """The core's process gets its configuration as JSON."""
-    config = load_config(flags={"seat_buckets": "4,8", "max_wait_ms": "0.1"})
+    config = ResolvedConfig.load(flags={"seat_buckets": "4,8", "max_wait_ms": "0.1"}).config
     sent = Config.model_validate(json.loads(config.model_dump_json()), strict=False)
     ours, theirs = [configuration_digest(c, model="m", version="1") for c in (config, sent)]
     assert ours == theirs
@@ -86,8 +86,9 @@ def test_it_survives_the_way_to_the_core():
 def test_it_is_the_same_in_every_process():
     code = (
         "from jitney.engine.config.digest import configuration_digest as digest\n"
-        "from jitney.engine.config.layers import load_config\n"
-        "print(digest(load_config(flags={'max_seats': '8'}), model='m', version='1'))"
+        "from jitney.engine.config.layers import ResolvedConfig\n"
+        "config = ResolvedConfig.load(flags={'max_seats': '8'}).config\n"
+        "print(digest(config, model='m', version='1'))"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],

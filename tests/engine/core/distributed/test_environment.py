@@ -8,7 +8,7 @@ import pytest
 
 from jitney.engine import LLM
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.core.distributed.connection import HostAddress
 from jitney.engine.core.distributed.environment import _find_identity, _HostIdentity, placed
 
@@ -52,14 +52,14 @@ def test_an_environment_that_does_not_say(environ: dict[str, str], message: str)
 
 
 def auto(**more: Any) -> Any:
-    return load_config(flags={"coordinator": "auto", "tensor_parallel": 16, **more})
+    return ResolvedConfig.load(flags={"coordinator": "auto", "tensor_parallel": 16, **more}).config
 
 
 def test_auto_takes_the_place_of_the_environment():
     engine = placed(auto(), TPU).engine
     assert (engine.coordinator, engine.n_hosts, engine.host_id) == ("t-0.svc:8477", 4, 2)
     assert engine.devices_here == 4
-    named = load_config(flags={})
+    named = ResolvedConfig.load(flags={}).config
     assert placed(named, TPU) is named
 
 
@@ -117,13 +117,13 @@ def test_auto_must_fit_the_settings():
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message) as caught:
-        load_config(flags=settings)
+        ResolvedConfig.load(flags=settings)
     assert "\n" not in str(caught.value)
 
 
 def test_each_host_names_its_own_chips():
     several = {"n_hosts": 2, "coordinator": "[fe80::1]:9", "tensor_parallel": 4, "device": "0,1"}
-    engine = load_config(flags=several).engine
+    engine = ResolvedConfig.load(flags=several).config.engine
     assert engine.devices_here == 2
     assert HostAddress.read(engine.coordinator) == ("fe80::1", 9)
 

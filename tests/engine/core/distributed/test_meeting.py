@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from jitney.engine.common.errors import ConfigError, EngineDead, ModelError
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.core.distributed import meeting as hosts
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -16,12 +16,12 @@ MODEL = "tiny-random:qwen3"
 
 def test_hosts_that_serve_nothing_need_no_keys():
     """With keys the order is fair on the host that serves; the others do not plan."""
-    first = load_config(environ={"JITNEY_API_KEYS": "a"}, flags={"model": MODEL})
-    other = load_config(flags={"model": MODEL})
+    first = ResolvedConfig.load(environ={"JITNEY_API_KEYS": "a"}, flags={"model": MODEL}).config
+    other = ResolvedConfig.load(flags={"model": MODEL}).config
     assert first.engine.order != other.engine.order
     source = ModelSource.resolve(MODEL)
     assert hosts._digest(first, source) == hosts._digest(other, source)
-    fewer = load_config(flags={"model": MODEL, "max_seats": 3})
+    fewer = ResolvedConfig.load(flags={"model": MODEL, "max_seats": 3}).config
     assert hosts._digest(fewer, source) != hosts._digest(other, source)
 
 
@@ -50,7 +50,7 @@ def company(monkeypatch: pytest.MonkeyPatch) -> Company:
 
 def end_by(error: Exception | None) -> None:
     """Meet them, and then end."""
-    config = load_config(flags={"model": MODEL})
+    config = ResolvedConfig.load(flags={"model": MODEL}).config
     with hosts.met(config, ModelSource.resolve(MODEL), lambda _: None, ""):
         if error is not None:
             raise error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config import load_config
+from jitney.engine.config import ResolvedConfig
 from jitney.engine.core.executor.memory import (
     PoolRoom,
     PoolShares,
@@ -38,7 +38,7 @@ def test_the_pool_gets_what_weights_temporaries_and_the_reserve_leave():
     stats = {"bytes_limit": 1000, "bytes_in_use": 300}
     device = SimpleNamespace(platform="gpu", device_kind="card", memory_stats=lambda: stats)
     assert _free_bytes(device, 100) == 1000 - 300 - 100 - 40
-    config = load_config(flags={"model": "tiny-random"})
+    config = ResolvedConfig.load(flags={"model": "tiny-random"}).config
     sizes: Any = None  # asked on CPUs only
     shares = PoolShares.of(tiny_config(), (100,), config.engine, 2048)
     room = PoolRoom(config.engine, sizes, [device], shares, None)

@@ -22,7 +22,7 @@ from reference_logits import DATA, SCRIPT, weights_of, write_folder
 from jitney.engine import LLM
 from jitney.engine.cli import doctor
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.core.executor.memory import PoolShares, PoolSizes, likely_temp_bytes
 from jitney.engine.core.executor.pool_sizing import sized_programs
 from jitney.engine.core.executor.program import StateSizes
@@ -557,12 +557,14 @@ def test_a_model_that_cannot_be_divided(shards: int, message: str):
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message) as caught:
-        load_config(flags=settings)
+        ResolvedConfig.load(flags=settings)
     assert "\n" not in str(caught.value)
 
 
 def test_named_chips_are_the_ones_that_jax_sees():
-    chosen = load_config(flags={"platform": "cuda", "tensor_parallel": 2, "device": "0,2"}).engine
+    chosen = ResolvedConfig.load(
+        flags={"platform": "cuda", "tensor_parallel": 2, "device": "0,2"}
+    ).config.engine
     assert chosen.jax_environment["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
@@ -574,17 +576,21 @@ def test_fewer_devices_than_asked_for():
 
 
 def test_doctor_counts_the_devices():
-    found = list(doctor._devices(load_config(flags={"tensor_parallel": 64})))
+    found = list(doctor._devices(ResolvedConfig.load(flags={"tensor_parallel": 64}).config))
     assert found[0].name == "tensor parallel" and found[0].ok is False
     assert found[0].value.startswith("64 devices needed, ")
-    assert "tensor parallel" not in {finding.name for finding in doctor._devices(load_config())}
+    assert "tensor parallel" not in {
+        finding.name for finding in doctor._devices(ResolvedConfig.load().config)
+    }
 
 
 def test_doctor_says_whether_the_model_can_be_divided(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "_CHECKS", {"model": doctor._model})
 
     def said(count: int) -> list[tuple[str, bool | None]]:
-        config = load_config(flags={"model": "tiny-random", "tensor_parallel": count})
+        config = ResolvedConfig.load(
+            flags={"model": "tiny-random", "tensor_parallel": count}
+        ).config
         found = list(doctor._examine(config))[1:]
         return [(one.value, one.ok) for one in found if one.name != "configuration"]
 
@@ -612,7 +618,9 @@ class Sized(SimpleNamespace):
     ],
 )
 def test_the_pool_takes_what_the_fullest_device_leaves(temporaries: str, made: int):
-    config = load_config(flags={"model": "tiny-random", "max_seats": 4, "token_budget": 4096})
+    config = ResolvedConfig.load(
+        flags={"model": "tiny-random", "max_seats": 4, "token_budget": 4096}
+    ).config
     own, buckets = tiny_config().local(2), Buckets.of(max_seats=4, token_budget=4096)
     likely = likely_temp_bytes(own, buckets)
     needed = {"as likely": likely - 100_000, "far less": likely // 10, "more": likely + 100_000}[

@@ -12,7 +12,7 @@ import pytest
 from jitney.engine.cli import main
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.trace import Arrival
-from jitney.engine.config.layers import ResolvedConfig, load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import AUTO, Config, Share
 from jitney.engine.core.measuring.engine_shape import EngineShape
 from jitney.engine.core.scheduler.buckets import Buckets
@@ -175,15 +175,18 @@ def test_auto_and_numbers_in_every_layer(tmp_path, capsys: pytest.CaptureFixture
     assert (
         Config().engine.prefill_share
         == AUTO
-        == load_config(flags={"prefill_share": "auto"}).engine.prefill_share
+        == ResolvedConfig.load(flags={"prefill_share": "auto"}).config.engine.prefill_share
     )
-    assert load_config(environ={"JITNEY_PREFILL_SHARE": "0.5"}).engine.prefill_share == 0.5
+    assert (
+        ResolvedConfig.load(environ={"JITNEY_PREFILL_SHARE": "0.5"}).config.engine.prefill_share
+        == 0.5
+    )
     file = tmp_path / "jitney.toml"
-    for written in (Config(), load_config(flags={"prefill_share": "0.25"})):
+    for written in (Config(), ResolvedConfig.load(flags={"prefill_share": "0.25"}).config):
         file.write_text(ResolvedConfig(written, {}).to_toml())
-        assert load_config(file) == written
+        assert ResolvedConfig.load(file).config == written
     with pytest.raises(ConfigError, match="--prefill-share: must be a number or auto"):
-        load_config(flags={"prefill_share": "all"})
+        ResolvedConfig.load(flags={"prefill_share": "all"})
     with pytest.raises(SystemExit):
         main(["serve", "--help-all"])
     assert "--prefill-share" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from api_fakes import ByteTokenizer, FakeClient, call, make_app, run
 from fleet_engines import FakeEngine, engines, fleet_of, toml
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 
 MIB = 1 << 20
 PATH = "/v1/completions"
@@ -72,7 +72,7 @@ def test_a_limit_that_is_set_counts_before_the_engine_is_ready():
 @pytest.mark.parametrize("limit", ["1", "1023", "-1", "2000000000"])
 def test_a_limit_that_holds_no_body_is_refused_at_start(limit: str):
     with pytest.raises(ConfigError, match="body-limit"):
-        load_config(None, {}, {"body_limit": limit})
+        ResolvedConfig.load(None, {}, {"body_limit": limit})
 
 
 def test_a_fleets_limit_follows_its_longest_context(tmp_path: Path):

@@ -9,7 +9,7 @@ from api_fakes import ByteTokenizer, FakeClient, call, run
 
 from jitney.dashboard import Dashboard
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.server.app import create_app
 from jitney.engine.server.http.http_server import HttpServer
 
@@ -26,7 +26,7 @@ ADDRESS_BAR = {"sec-fetch-site": "none"}
 
 def app_of(**flags: Any):
     """The whole HTTP side as `jitney serve` makes it from these flags."""
-    config = load_config(None, {}, flags)
+    config = ResolvedConfig.load(None, {}, flags).config
     settings = HttpServer.of(config.server).settings
     client = FakeClient()
     routes = Dashboard(client, settings).mounted("/dashboard")  # type: ignore[arg-type]
@@ -190,5 +190,5 @@ def test_a_browser_that_asks_beforehand(origins: str, allowed: bool):
 )
 def test_wrong_names_are_refused_at_start(flags: dict[str, str], says: str):
     with pytest.raises(ConfigError) as error:
-        load_config(None, {}, flags)
+        ResolvedConfig.load(None, {}, flags)
     assert says in str(error.value)

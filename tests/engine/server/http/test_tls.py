@@ -22,7 +22,7 @@ from api_fakes import ByteTokenizer, FakeClient, until
 
 from jitney.dashboard import Dashboard
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.server.app import create_app
 from jitney.engine.server.http.http_server import HttpServer
@@ -53,7 +53,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @contextlib.contextmanager
 def serving(**flags: Any) -> Iterator[str]:
     """The HTTP side as `jitney serve` runs it; yields its URL."""
-    config = load_config(None, {"JITNEY_ADMIN_KEYS": KEY}, {"port": "0"} | flags)
+    config = ResolvedConfig.load(None, {"JITNEY_ADMIN_KEYS": KEY}, {"port": "0"} | flags).config
     http = HttpServer.of(config.server)
     http.settings = settings = replace(
         http.settings,
@@ -181,7 +181,7 @@ def test_a_path_that_a_proxy_takes_away():
 )
 def test_wrong_flags_are_named(flags: dict[str, str], says: str):
     with pytest.raises(ConfigError) as error:
-        load_config(None, {}, flags)
+        ResolvedConfig.load(None, {}, flags)
     assert says in str(error.value)
 
 

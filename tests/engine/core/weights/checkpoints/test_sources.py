@@ -25,7 +25,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from jitney.engine.common.cache_folder import cache_dir
 from jitney.engine.common.errors import ModelError
-from jitney.engine.config.layers import load_config
+from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.core.weights.checkpoints import fetch, package_index
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -154,7 +154,9 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
         return str(write_folder(tmp_path / "m"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    source = ModelSource.of(load_config(flags={"model": "o/m", "load_format": "dummy"}))
+    source = ModelSource.of(
+        ResolvedConfig.load(flags={"model": "o/m", "load_format": "dummy"}).config
+    )
     assert wanted == ["config.json", "tokenizer.json"]
     assert (source.name, source.has_weights) == ("o/m", False)
 
