@@ -38,6 +38,7 @@ from jitney.dashboard.timeline import Window, Work, own_columns, record_columns,
 from jitney.dashboard.view import View
 from jitney.dashboard.viewers import TooManyViewers
 from jitney.dashboard.work import WorkList, adapters
+from jitney.engine.common.database import StoreUnavailable
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.history import History
 from jitney.engine.common.request_record import RequestRecord
@@ -52,7 +53,6 @@ from jitney.engine.server import (
     PageLine,
     ServerSettings,
     Service,
-    StoreUnavailable,
     StreamingResponse,
     in_pieces,
 )

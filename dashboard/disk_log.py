@@ -13,15 +13,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Concatenate
 
+from jitney.engine.common.database import Database, DatabaseKeeper, StoreUnavailable
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.tasks import beside
-from jitney.engine.server import (
-    Database,
-    DatabaseKeeper,
-    EngineClient,
-    HttpError,
-    StoreUnavailable,
-)
+from jitney.engine.server import EngineClient, HttpError
 
 _log = logging.getLogger("jitney.dashboard")
 

@@ -15,10 +15,11 @@ import msgspec
 
 from jitney.dashboard.disk_log import DiskLog, LogKeeper
 from jitney.dashboard.timeline import Window
+from jitney.engine.common.database import Database, StoreUnavailable
 from jitney.engine.common.request_record import RequestRecord, SeatStay
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.slices import TimeSlices
-from jitney.engine.server import Database, EngineClient, Identity, StoreUnavailable
+from jitney.engine.server import EngineClient, Identity
 
 #: Length of a bin in seconds, and delay after its end before it is written, since its last step is
 #: reported a little later.

@@ -14,7 +14,7 @@ import orjson
 from jitney.dashboard.disk_log import DiskLog, LogKeeper
 from jitney.dashboard.notes import Notes
 from jitney.dashboard.sse import Note
-from jitney.engine.server import Database
+from jitney.engine.common.database import Database
 
 #: Seconds that incidents are stored; most of one kind; most characters of a message.
 _KEEP_S, _MOST_OF_KIND, _MOST_LETTERS = 86400.0, 400, 1000

@@ -12,11 +12,12 @@ import numpy as np
 
 from jitney.dashboard.sse import tenth_ms as _t
 from jitney.dashboard.tenants import label_of
+from jitney.engine.common.errors import status_of
 from jitney.engine.common.history import History
 from jitney.engine.common.records import RecordRing
 from jitney.engine.common.request_record import ComputedChunk, RequestRecord, Stay
 from jitney.engine.common.requests import JsonDict, account_of
-from jitney.engine.server import EVERYBODY, Identity, status_of
+from jitney.engine.server import EVERYBODY, Identity
 
 #: Makes JSON, with pauses in between.
 type _Work = Generator[None, None, JsonDict]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.common.display import make_display
 from jitney.engine.common.platforms import check_platform
+from jitney.engine.common.tasks import until
 from jitney.engine.common.terminal import progress_reporter, say
 from jitney.engine.config import Command, Config, Flag, FlagGroup
-from jitney.engine.server import Equipment, until
+from jitney.engine.server import Equipment
 
 if TYPE_CHECKING:
     from jitney.engine.server import OfflineBatch, ProcessClient, Service

@@ -7,9 +7,10 @@ import logging
 import signal
 
 from jitney.engine.common.display import Display, make_display
+from jitney.engine.common.tasks import until
 from jitney.engine.common.terminal import visible
 from jitney.engine.config import Config
-from jitney.engine.server import Equipment, ProcessClient, until
+from jitney.engine.server import Equipment, ProcessClient
 
 _log = logging.getLogger("jitney")
 

@@ -101,6 +101,7 @@ CODES: dict[str, tuple[int, float | None]] = {
     "sleeping": (503, None),
     "busy": (503, 1.0),
     "engine_dead": (503, 5.0),
+    "store_unavailable": (503, 10.0),
     "deadline_exceeded": (504, None),
     "deadline_unreachable": (504, None),
     "nan_logits": (500, None),
@@ -108,6 +109,11 @@ CODES: dict[str, tuple[int, float | None]] = {
     "request_quarantined": (400, None),
     "internal_error": (500, None),
 }
+
+
+def status_of(code: str) -> int:
+    """The HTTP status of a request's error, by its code."""
+    return CODES.get(code, CODES["internal_error"])[0]
 
 
 class RequestError(JitneyError):

@@ -12,7 +12,6 @@ from .http.access import Identity as Identity
 from .http.answers import ResponseModel as ResponseModel
 from .http.context import Context as Context
 from .http.context import Notes as Notes
-from .http.disconnect import until as until
 from .http.disconnect import until_disconnect as until_disconnect
 from .http.edge import application as application
 from .http.errors import ErrorForm as ErrorForm
@@ -20,7 +19,6 @@ from .http.errors import ErrorReply as ErrorReply
 from .http.errors import HttpError as HttpError
 from .http.errors import echo as echo
 from .http.errors import retry_after_s as retry_after_s
-from .http.errors import status_of as status_of
 from .http.http_server import HttpServer as HttpServer
 from .http.jsonio import LongJson as LongJson
 from .http.jsonio import in_pieces as in_pieces
@@ -50,8 +48,5 @@ from .http.tracing import Tracing as Tracing
 from .process.client import EngineClient as EngineClient
 from .process.process_client import ProcessClient as ProcessClient
 from .process.trace_recorder import Recorder as Recorder
-from .tasks.database import Database as Database
-from .tasks.database import DatabaseKeeper as DatabaseKeeper
-from .tasks.database import StoreUnavailable as StoreUnavailable
 from .tasks.offline import OfflineBatch as OfflineBatch
 from .tasks.service import InternalRequests as InternalRequests

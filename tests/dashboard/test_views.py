@@ -19,6 +19,7 @@ from jitney.dashboard.memory import memory
 from jitney.dashboard.programs import programs
 from jitney.dashboard.tenants import label_of, tenants
 from jitney.dashboard.work import WorkList
+from jitney.engine.common.database import DatabaseKeeper
 from jitney.engine.common.engine_info import BucketCompilation
 from jitney.engine.common.history import History
 from jitney.engine.common.messages import SequenceEvent, StepReport
@@ -28,7 +29,6 @@ from jitney.engine.common.requests import EngineRequest, SamplingParams
 from jitney.engine.server.http.access import EVERYBODY, Identity
 from jitney.engine.server.http.quotas import Quotas
 from jitney.engine.server.http.routing import Role
-from jitney.engine.server.tasks.database import DatabaseKeeper
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, StoredFile
 from jitney.engine.server.tasks.store import TaskStore

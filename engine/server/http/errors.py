@@ -253,11 +253,6 @@ def _retry_headers(pause_s: float) -> dict[str, str]:
     }
 
 
-def status_of(code: str) -> int:
-    """The HTTP status of a request's error, by its code."""
-    return CODES.get(code, CODES["internal_error"])[0]
-
-
 def retry_after_s(headers: Mapping[str, str], default: float) -> float:
     """Seconds after which a refusal may be retried. headers: lower case; default: none given."""
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):

@@ -16,7 +16,7 @@ from jitney.engine.common.history import History
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.records import step_of
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.server.http.disconnect import until
+from jitney.engine.common.tasks import until
 from jitney.engine.server.process.client import OutputListener
 from jitney.engine.server.process.faults import Blocklist, CoreEnd, CrashBlame
 from jitney.engine.server.process.link import CoreLink

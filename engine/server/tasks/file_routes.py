@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from jitney.engine.common.database import StoreUnavailable
 from jitney.engine.common.errors import RequestError
 from jitney.engine.server.http.access import client_of
 from jitney.engine.server.http.context import Context
@@ -19,7 +20,6 @@ from jitney.engine.server.http.queries import listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.http.streaming import StreamingResponse
-from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.forms import FileAnswer, FileDeleted, FileForm, FileList
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import StoredFile

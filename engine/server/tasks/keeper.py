@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from jitney.engine.server.tasks.database import DatabaseKeeper
+from jitney.engine.common.database import DatabaseKeeper
 from jitney.engine.server.tasks.new_file import NewFile
 from jitney.engine.server.tasks.store import TaskStore
 

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 
+from jitney.engine.common.database import StoreUnavailable
 from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks import batch_rows, job_rows
 from jitney.engine.server.tasks.batch_work import BatchWork
 from jitney.engine.server.tasks.concurrency import ConcurrencyLimit
-from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.execution import LineExecutor, Reply
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.lines import LineRequest

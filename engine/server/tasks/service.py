@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from jitney.engine.common.database import StoreUnavailable
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.errors import HttpError, echo
 from jitney.engine.server.http.quotas import Shares
 from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.http.server_context import ServerContext
-from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.execution import generating_route
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, StoredFile, Task
@@ -68,7 +68,7 @@ class InternalRequests:
         if folder is not None and await asyncio.to_thread(StoreKeeper.has_kept, folder):
             try:
                 await self._opened()
-            except HttpError as error:
+            except (HttpError, StoreUnavailable) as error:
                 _log.warning("batches and jobs of an earlier server do not go on: %s", error)
         yield
         await self.close()

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import orjson
 
+from jitney.engine.common.database import Database
 from jitney.engine.common.errors import RequestError
 from jitney.engine.config import ServerSection
 from jitney.engine.server.http.errors import HttpError
-from jitney.engine.server.tasks.database import Database
 from jitney.engine.server.tasks.records import Batch, Job, StoredFile, Task
 
 type Record = StoredFile | Batch | Job

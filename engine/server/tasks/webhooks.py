@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 
+from jitney.engine.common.database import StoreUnavailable
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.http.server_context import ServerContext
-from jitney.engine.server.tasks.database import StoreUnavailable
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, Task
 from jitney.engine.server.tasks.store import TaskStore

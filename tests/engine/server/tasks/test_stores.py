@@ -20,10 +20,11 @@ from api_fakes import FakeClient, Script, http_client, make_app, served, until
 from batch_files import batch_of
 from batch_process import serving_process
 
+from jitney.engine.common import database
+from jitney.engine.common.database import StoreUnavailable
 from jitney.engine.common.ports import free_port
 from jitney.engine.config import ServerSection
-from jitney.engine.server.tasks import batch_rows, database, job_rows
-from jitney.engine.server.tasks.database import StoreUnavailable
+from jitney.engine.server.tasks import batch_rows, job_rows
 from jitney.engine.server.tasks.keeper import StoreKeeper
 from jitney.engine.server.tasks.records import Batch, Job, Line, StoredFile
 from jitney.engine.server.tasks.store import TaskStore

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Self
 
 from jitney.engine.common.cache_folder import make_private
-from jitney.engine.common.errors import ConfigError
-from jitney.engine.server.http.errors import HttpError
+from jitney.engine.common.errors import ConfigError, RequestError
 
 _log = logging.getLogger("jitney.api")
 
@@ -35,15 +34,13 @@ _MOST_ASIDE = 4
 _PRIMARY = 0xFF
 
 
-class StoreUnavailable(HttpError):
+class StoreUnavailable(RequestError):
     """The store cannot be read or written now: the disk is full, or the data is damaged."""
 
     def __init__(self, contents: str = "files, batches and jobs") -> None:
         super().__init__(
-            503,
             f"{contents} cannot be read or written now; the server's log says why",
             code="store_unavailable",
-            headers={"retry-after": "10"},
         )
 
 
