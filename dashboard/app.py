@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -49,12 +48,11 @@ from jitney.engine.server import (
     EngineClient,
     HttpError,
     Identity,
-    LongJson,
     PageLine,
     ServerSettings,
     Service,
     StreamingResponse,
-    in_pieces,
+    in_runs,
 )
 
 #: Most long answers that are built at the same time.
@@ -266,7 +264,7 @@ class Dashboard(PageRoutes):
 
     def _sent(self, request: Request, value: JsonDict) -> StreamingResponse:
         """A JSON response; lists are written in runs; compressed if the client accepts that."""
-        blocks = self.slices.blocks(in_pieces(_with_long_lists(value)))
+        blocks = self.slices.blocks(in_runs(value))
         if not accepts_gzip(request.scope):
             return StreamingResponse(blocks, _JSON)
         headers = _JSON | {"content-encoding": "gzip", "vary": "accept-encoding"}
@@ -413,13 +411,6 @@ def _no_request() -> HttpError:
 def _blocks_of(page: bytes) -> Generator[bytes, None, None]:
     for start in range(0, len(page), _BLOCK):
         yield page[start : start + _BLOCK]
-
-
-def _with_long_lists(value: Any) -> Any:
-    """The value with lists inside objects replaced by LongJson, written in runs."""
-    if isinstance(value, dict):
-        return {name: _with_long_lists(item) for name, item in value.items()}
-    return LongJson.of_list(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)

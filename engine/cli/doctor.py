@@ -24,7 +24,7 @@ from jitney.engine.common.cache_folder import (
 )
 from jitney.engine.common.engine_info import KernelProof
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.common.machine import bfloat16_features
+from jitney.engine.common.machine import bfloat16_features, own_processors
 from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.terminal import visible
 from jitney.engine.config import Command, Config, Flag, FlagGroup, short
@@ -111,7 +111,7 @@ def _package(name: str, *, if_absent: bool | None) -> _Finding:
 
 
 def _processor(config: Config) -> Iterator[_Finding]:
-    yield _Finding("cpu", f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}")
+    yield _Finding("cpu", f"{len(own_processors())} cores, {platform.machine()}")
     yield _Finding("cpu bfloat16", ", ".join(bfloat16_features()) or _NO_BFLOAT16)
 
 

@@ -35,12 +35,7 @@ from jitney.engine.config import (
 )
 from jitney.engine.core import placed
 from jitney.engine.lab import ServerSizes
-from jitney.engine.server import (
-    Equipment,
-    FreshSettings,
-    HttpServer,
-    check_adapter_names,
-)
+from jitney.engine.server import Equipment, FreshSettings, HttpServer
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -51,9 +46,7 @@ if TYPE_CHECKING:
         AdapterNews,
         ApiKeys,
         ProcessClient,
-        Recorder,
         ServerSettings,
-        Tracing,
     )
 
 _log = logging.getLogger("jitney")
@@ -193,35 +186,19 @@ class _Server:
         self.times_steps = times_steps
         #: The engine's process.
         self.client = ProcessClient(config, on_progress=display.progress)
-        #: Writes the trace of requests (`record`); None: off.
-        self.recorder = self._make_recorder(config.server.record)
-        #: Makes spans for OpenTelemetry (`otel`); None: off.
-        self.tracing = self._make_tracing() if config.server.otel else None
         self.app = _build_app(config, http.settings, self.client, http.accepted)
         service = self.app.state.service
-        service.tracing = self.tracing
+        service.observe_requests()
         service.resolved = resolved
         self.equipment = Equipment(config, self.client, display)
         http.serve_app(self.app)
-        http.reloads(service, partial(reread, self._take_adapters), self._show_taken)
+        http.reloads(
+            service,
+            partial(reread, partial(self.equipment.take_adapters, service)),
+            self._show_taken,
+        )
         #: A signal was received; another engine that shares the experts has begun the drain.
         self._signalled = self._ends_with_others = False
-
-    def _make_recorder(self, file: str) -> Recorder | None:
-        if not file:
-            return None
-        from jitney.engine.server import Recorder
-
-        recorder = Recorder(file, engine=lambda: self.client.info)
-        self.client.history.listeners.append(recorder.ended)
-        return recorder
-
-    def _make_tracing(self) -> Tracing:
-        from jitney.engine.server import Tracing
-
-        tracing = Tracing()
-        self.client.history.listeners.append(tracing.ended)
-        return tracing
 
     async def serve(self) -> int:
         """Answer probes at once, load, serve, drain; returns the exit status.
@@ -269,26 +246,12 @@ class _Server:
         changed = {name: value for name, value in new.items() if value != old[name]}
         service.resolved = before.with_values(changed, _REREAD)
 
-    async def _take_adapters(self, config: Config) -> AdapterNews:
-        """Make the engine serve the adapters of `config`. While it is not ready, unchanged ones
-        need nothing: it has read them or will.
-        """
-        from jitney.engine.server import AdapterNews
-
-        adapters, before = config.model.adapters, self.client.config.model.adapters
-        if adapters == before and (not adapters or self.client.state != "ready"):
-            return AdapterNews()
-        check_adapter_names(config, self.app.state.service.model_names)
-        done = await self.client.set_adapters(adapters)
-        return AdapterNews(done.added, done.removed, done.replaced, done.needs_restart)
-
     async def _close(self) -> None:
         self.display.close()
         await self.client.close()
         await self.http.close()
         await self.equipment.close()
-        for listener in filter(None, (self.recorder, self.tracing)):
-            listener.close()
+        self.app.state.service.end_observing()
 
     async def _work(self) -> None:
         """Load, print the greeting, wait for the engine's end; raises why unless dismissed."""

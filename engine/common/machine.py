@@ -7,7 +7,7 @@ import platform
 import re
 import resource
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _ENOUGH = 1 << 20
 @cache
 def cpu_name() -> str:
     """Processor and usable cores, such as "AMD EPYC (family 26, model 2), 2 cores"."""
-    cores = _available_cores()
+    cores = len(own_processors())
     return f"{processor_name()}, {cores} core{'' if cores == 1 else 's'}"
 
 
@@ -41,12 +41,6 @@ def bfloat16_features() -> list[str]:
     """Those of the processor's instruction sets that multiply bfloat16."""
     here = cpu_features().split()
     return [name for name in _BFLOAT16 if name in here]
-
-
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def processor_name() -> str:
@@ -126,3 +120,10 @@ def raise_descriptor_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < raised:
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     return descriptor_limit()
+
+
+def own_processors() -> Sequence[int]:
+    """Numbers of the processors on which this process may run now."""
+    if not hasattr(os, "sched_getaffinity"):
+        return range(os.cpu_count() or 1)
+    return sorted(os.sched_getaffinity(0))

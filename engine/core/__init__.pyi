@@ -1,5 +1,4 @@
 from .build import prove_kernels as prove_kernels
-from .distributed.connection import HostAddress as HostAddress
 from .distributed.environment import placed as placed
 from .engine_core import EngineCore as EngineCore
 from .executor.autotuning import RESULTS as RESULTS
@@ -8,9 +7,7 @@ from .executor.ceiling import measure_ceiling as measure_ceiling
 from .executor.fits import check_fits as check_fits
 from .executor.memory import PoolShares as PoolShares
 from .executor.memory import claim_memory as claim_memory
-from .executor.other_work import OtherWork as OtherWork
 from .executor.sampling import threshold as threshold
-from .executor.threads import own_processors as own_processors
 from .executor.threads import processors_here as processors_here
 from .grammar.checks import Grammars as Grammars
 from .grammar.checks import checked_here as checked_here
@@ -49,8 +46,6 @@ from .text.detokenizer import TextStream as TextStream
 from .text.detokenizer import TokenBytes as TokenBytes
 from .text.fill_in import FillIn as FillIn
 from .text.fill_in import OtherFile as OtherFile
-from .text.template_worker import Rendered as Rendered
-from .text.template_worker import reason_of as reason_of
 from .text.tokenizer import Tokenizer as Tokenizer
 from .weights.checkpoints.families import tiny_config as tiny_config
 from .weights.checkpoints.files import read_json as read_json

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from jitney.engine.common.ports import HostAddress
 from jitney.engine.common.tasks import beside
 from jitney.engine.config import Section
-from jitney.engine.core import HostAddress
 from jitney.engine.fleet.compositions.composed import COMPOSED_KINDS, ComposedModels
 from jitney.engine.fleet.compositions.composed_model import NamedComposition
 from jitney.engine.fleet.compositions.engines import FleetEngines

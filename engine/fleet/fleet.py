@@ -118,6 +118,13 @@ class Fleet(ServerContext):
         """The models that have a candidate."""
         return [each for each in self.models.values() if isinstance(each, ModelWithCandidate)]
 
+    def with_candidate(self, name: str) -> ModelWithCandidate:
+        """A model that has a candidate. Raises HttpError 404."""
+        model = self.models.get(name)
+        if not isinstance(model, ModelWithCandidate):
+            raise HttpError.missing("candidate of a model", name)
+        return model
+
     @property
     def listed_names(self) -> list[str]:
         return [*self.models, *self.adapters]

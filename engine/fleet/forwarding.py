@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import httpx
-import msgspec
 import orjson
 
 from jitney.engine.common.errors import RequestError
 from jitney.engine.fleet.replicas import EngineShare, Replica
 from jitney.engine.fleet.request import ProxiedRequest, RawHeaders
 from jitney.engine.fleet.resume import ReplicaLost, ResumeMismatch, StreamState
-from jitney.engine.server import ErrorForm, ErrorReply, retry_after_s
+from jitney.engine.server import ErrorReply, retry_after_s
 
 #: HTTP statuses of a replica that cannot take a request now; and error codes of refusals for the
 #: client's own limits, after which no other replica is tried.
@@ -58,7 +57,6 @@ _NOT_PASSED = frozenset(
         b"x-session-id",
     }
 )
-_DONE = b"data: [DONE]\n\n"
 #: End of a server-sent event (sent alone, it is a keep-alive); end of a JSON line.
 _END, _LINE_END = b"\n\n", b"\n"
 #: Media type of an answer that is a stream -> the end of its events.
@@ -447,16 +445,7 @@ def stream_failure(error: Exception, request: ProxiedRequest) -> bytes:
     """The event with which the API ends a stream that failed."""
     if isinstance(error, ResumeMismatch):
         error = RequestError(str(error), code="engine_dead")
-    path, reply = request.route, ErrorReply.of(error, request.request_id)
-    form = ErrorForm.of(path)
-    if form is ErrorForm.OLLAMA:
-        return reply.json(form) + _LINE_END
-    if form is ErrorForm.ANTHROPIC:
-        return b"event: error\ndata: " + reply.json(form) + _END
-    if path.startswith("/v1/responses"):
-        openai_error = msgspec.structs.replace(reply.openai().error, type="error")
-        return b"event: error\ndata: " + msgspec.json.encode(openai_error) + _END
-    return reply.event() + _DONE
+    return ErrorReply.of(error, request.request_id).stream_end(request.route)
 
 
 async def _only(body: bytes) -> AsyncIterator[bytes]:

@@ -30,10 +30,8 @@ from jitney.engine.server import (
     ServerSettings,
     StreamingWriter,
     application,
-    echo,
     front_routes,
     json_answer,
-    read_object,
     until_disconnect,
     without_tag,
 )
@@ -127,13 +125,13 @@ class _Sending:
 
 async def _to_model(fleet: Fleet, request: Request) -> ASGIApp:
     """Forward a request to the model that its body names."""
-    fields = await fleet.slices.result(read_object(await request.body()))
+    fields = await fleet.json_body(request)
     return await _sending(fleet, request, fields, fleet.model_name(fields.get("model")))
 
 
 async def _to_tagged_model(fleet: Fleet, request: Request) -> ASGIApp:
     """Like `_to_model`, for bodies in Ollama's form."""
-    fields = await fleet.slices.result(read_object(await request.body()))
+    fields = await fleet.json_body(request)
     name = fields.get("model") or fields.get("name")
     if isinstance(name, str) and name not in fleet.models and name not in fleet.adapters:
         name = without_tag(name)
@@ -162,9 +160,7 @@ async def _to_keeper(fleet: Fleet, request: Request) -> ASGIApp:
     id = request.path_params["response_id"]
     keeper = await fleet.keeper(proxied, id)
     if keeper is None:
-        raise HttpError(
-            404, f"no response {echo(id)}", code="response_not_found", param="response_id"
-        )
+        raise HttpError.missing("response", id, code="response_not_found", param="response_id")
     return _Sending(fleet, replace(proxied, model=keeper.model, keeper=keeper.replica))
 
 

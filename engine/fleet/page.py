@@ -11,10 +11,9 @@ from jitney.dashboard import Endpoint, FleetPage, FleetView, ReplicaAddress
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.fleet.fleet import Fleet
-from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
 from jitney.engine.fleet.rollout.comparison import ARMS
 from jitney.engine.fleet.rollout.rollout import Action
-from jitney.engine.server import ApiKeys, HttpError, ServerSettings, echo
+from jitney.engine.server import ApiKeys, ServerSettings
 
 
 def fleet_page_routes(
@@ -75,9 +74,7 @@ class _Candidates:
         return [_with_names_of_the_page(model.report()) for model in self.fleet.rolled_out]
 
     async def decide(self, model: str, action: str) -> None:
-        model_with_candidate = self.fleet.models.get(model)
-        if not isinstance(model_with_candidate, ModelWithCandidate):
-            raise HttpError(404, f"no candidate of a model {echo(model)}", code="not_found")
+        model_with_candidate = self.fleet.with_candidate(model)
         actions: tuple[Action, ...] = get_args(Action.__value__)
         for allowed in actions:
             if allowed == action:

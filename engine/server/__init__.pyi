@@ -5,7 +5,6 @@ from .chat.openai.schema import ChatBody as ChatBody
 from .chat.openai.schema import CompletionBody as CompletionBody
 from .chat.schema import checked as checked
 from .equipment import Equipment as Equipment
-from .equipment import check_adapter_names as check_adapter_names
 from .http.access import EVERYBODY as EVERYBODY
 from .http.access import ApiKeys as ApiKeys
 from .http.access import Identity as Identity
@@ -14,16 +13,12 @@ from .http.context import Context as Context
 from .http.context import Notes as Notes
 from .http.disconnect import until_disconnect as until_disconnect
 from .http.edge import application as application
-from .http.errors import ErrorForm as ErrorForm
 from .http.errors import ErrorReply as ErrorReply
 from .http.errors import HttpError as HttpError
-from .http.errors import echo as echo
 from .http.errors import retry_after_s as retry_after_s
 from .http.http_server import HttpServer as HttpServer
-from .http.jsonio import LongJson as LongJson
-from .http.jsonio import in_pieces as in_pieces
+from .http.jsonio import in_runs as in_runs
 from .http.jsonio import json_answer as json_answer
-from .http.jsonio import read_object as read_object
 from .http.listen import listen as listen
 from .http.model_cards import ModelCard as ModelCard
 from .http.page_access import PageAccess as PageAccess
@@ -44,9 +39,7 @@ from .http.service import Service as Service
 from .http.settings import ServerSettings as ServerSettings
 from .http.streaming import StreamingResponse as StreamingResponse
 from .http.streaming import StreamingWriter as StreamingWriter
-from .http.tracing import Tracing as Tracing
 from .process.client import EngineClient as EngineClient
 from .process.process_client import ProcessClient as ProcessClient
-from .process.trace_recorder import Recorder as Recorder
 from .tasks.offline import OfflineBatch as OfflineBatch
 from .tasks.service import InternalRequests as InternalRequests

@@ -19,6 +19,7 @@ from jitney.engine.core import check_fits
 if TYPE_CHECKING:
     from jitney.engine.common.engine_info import EngineInfo
     from jitney.engine.core import ChatTemplates, Grammars, ModelSource, Tokenizer
+    from jitney.engine.server.http.reload import AdapterNews
     from jitney.engine.server.http.service import Service
     from jitney.engine.server.process.process_client import ProcessClient
 
@@ -45,7 +46,7 @@ class Equipment:
         source = await _in_thread(self._find_model)
         check_fits(self.config, source.config)
         names = self.config.server.served_model_name or (source.name,)
-        check_adapter_names(self.config, names)
+        _check_adapter_names(self.config, names)
         return source
 
     def _find_model(self) -> ModelSource:
@@ -73,6 +74,19 @@ class Equipment:
         service.text.grammars = self.grammars = _new_grammars(tokenizer, info)
         return tokenizer, info
 
+    async def take_adapters(self, service: Service, config: Config) -> AdapterNews:
+        """Make the engine serve the adapters of `config`. While it is not ready, unchanged ones
+        need nothing: it has read them or will.
+        """
+        from jitney.engine.server.http.reload import AdapterNews
+
+        adapters, before = config.model.adapters, self.client.config.model.adapters
+        if adapters == before and (not adapters or self.client.state != "ready"):
+            return AdapterNews()
+        _check_adapter_names(config, service.model_names)
+        done = await self.client.set_adapters(adapters)
+        return AdapterNews(done.added, done.removed, done.replaced, done.needs_restart)
+
     def _load_tokenizer(self, source: ModelSource) -> Tokenizer:
         from jitney.engine.core import Tokenizer
 
@@ -94,7 +108,7 @@ class Equipment:
             await pool.close()
 
 
-def check_adapter_names(config: Config, names: Iterable[str]) -> None:
+def _check_adapter_names(config: Config, names: Iterable[str]) -> None:
     """Raise ConfigError for an adapter with one of the model's names."""
     for name in names:
         if name in config.model.adapter_folders:

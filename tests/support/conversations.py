@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.core.text.template_worker import TemplateSource, reason_of, render_source
+from jitney.engine.common.rendered import reason_of
+from jitney.engine.core.text.template_worker import TemplateSource, render_source
 from jitney.engine.server.chat.conversation.formats import TurnFormat
 from jitney.engine.server.chat.conversation.messages import shaped_messages
 from jitney.engine.server.chat.conversation.template_abilities import ChatAbilities

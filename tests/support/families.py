@@ -11,7 +11,8 @@ from typing import Any
 from api_fakes import VOCAB, ByteTokenizer, FakeClient, Script, make_app
 
 from jitney.engine.common.errors import RequestError
-from jitney.engine.core.text.template_worker import TemplateSource, reason_of, render_source
+from jitney.engine.common.rendered import reason_of
+from jitney.engine.core.text.template_worker import TemplateSource, render_source
 
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

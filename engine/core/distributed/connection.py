@@ -7,11 +7,12 @@ import select
 import socket
 import threading
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import msgspec
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.ports import HostAddress
 from jitney.engine.common.worker_pipe import LENGTH, framed
 from jitney.engine.core.distributed import messages
 
@@ -20,31 +21,16 @@ _MOST = 1 << 30
 _decode: Callable[[bytes], messages.Message] = msgspec.msgpack.Decoder(messages.Message).decode
 
 
-class HostAddress(NamedTuple):
-    """An address as HOST:PORT; an IPv6 host is in brackets."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def read(cls, text: str) -> HostAddress:
-        host, _, port = text.rpartition(":")
-        return cls(host.strip("[]"), int(port))
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    def listen(self) -> socket.socket:
-        """A listening socket. Raises ConfigError if this host does not have the address."""
-        try:
-            family = socket.getaddrinfo(*self, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server(self, family=family)
-        except OSError as error:
-            raise ConfigError(
-                f"coordinator {self} must be an address of the first host, and free: "
-                f"{error.strerror or error}"
-            ) from None
+def listen_at(address: HostAddress) -> socket.socket:
+    """A listening socket. Raises ConfigError if this host does not have the address."""
+    try:
+        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"coordinator {address} must be an address of the first host, and free: "
+            f"{error.strerror or error}"
+        ) from None
 
 
 class Connection:

@@ -38,7 +38,7 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
         update: dict[str, object] = {"coordinator": ""}
     else:
         # Only engines on several hosts connect to each other.
-        from jitney.engine.core.distributed.connection import HostAddress
+        from jitney.engine.common.ports import HostAddress
 
         update = {
             "coordinator": str(HostAddress(identity.first, _PORT)),

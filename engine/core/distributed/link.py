@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import msgspec
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.ports import free_port
+from jitney.engine.common.ports import HostAddress, free_port
 from jitney.engine.common.worker_pipe import framed
 from jitney.engine.core.distributed import messages
-from jitney.engine.core.distributed.connection import Connection, HostAddress
+from jitney.engine.core.distributed.connection import Connection, listen_at
 from jitney.engine.core.distributed.messages import (
     Accept,
     AskForStep,
@@ -257,7 +257,7 @@ class Leader:
         """
         gathering = _Gathering(n_hosts, own, report)
         address = HostAddress.read(coordinator)
-        with address.listen() as listener:
+        with listen_at(address) as listener:
             try:
                 gathering.wait(listener)
             except BaseException:

@@ -20,10 +20,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jitney.engine.common.cache_folder import keep, kept_file
-from jitney.engine.common.machine import processor_name
+from jitney.engine.common.machine import own_processors, processor_name
+from jitney.engine.common.other_work import OtherWork
 from jitney.engine.common.step_cost import DeviceCeiling
-from jitney.engine.core.executor.other_work import OtherWork
-from jitney.engine.core.executor.threads import own_processors
 from jitney.kernels.interface import KernelSet
 
 _log = logging.getLogger("jitney.core")

@@ -22,9 +22,8 @@ from typing import Any, Protocol
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jitney.engine.common.machine import cpu_features
+from jitney.engine.common.machine import cpu_features, own_processors
 from jitney.engine.core.executor.compilations import compilations
-from jitney.engine.core.executor.threads import own_processors
 
 _log = logging.getLogger("jitney.core")
 

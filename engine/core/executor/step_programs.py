@@ -22,6 +22,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jitney.engine.common.engine_info import BucketCompilation
+from jitney.engine.common.machine import own_processors
 from jitney.engine.common.requests import Pooling
 from jitney.engine.core.executor.choices import Choices
 from jitney.engine.core.executor.compilations import compilations
@@ -32,7 +33,6 @@ from jitney.engine.core.executor.program_memory import ProgramsMemory, StepMemor
 from jitney.engine.core.executor.sampling import SeatState
 from jitney.engine.core.executor.seat_tokens import LookedUpTokens
 from jitney.engine.core.executor.step_parts import PartedStep, StepParts
-from jitney.engine.core.executor.threads import own_processors
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.sharding import own_mesh
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets

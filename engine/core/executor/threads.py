@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.machine import own_processors
 
 _log = logging.getLogger("jitney.core")
 
@@ -67,13 +68,6 @@ def use_processors(wanted: int) -> None:
 def processors_here(wanted: int) -> _Processors:
     """The processors that `use_processors` would choose now. Raises ConfigError."""
     return _choose_processors(own_processors(), wanted)
-
-
-def own_processors() -> Sequence[int]:
-    """Numbers of the processors on which this process may run now."""
-    if not hasattr(os, "sched_getaffinity"):
-        return range(os.cpu_count() or 1)
-    return sorted(os.sched_getaffinity(0))
 
 
 def _choose_processors(allowed: Sequence[int], wanted: int, root: Path = _ROOT) -> _Processors:

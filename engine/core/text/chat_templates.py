@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.rendered import Rendered
 from jitney.engine.common.worker_pool import WorkerPool
-from jitney.engine.core.text.template_worker import Chat, Rendered, TemplateSource
+from jitney.engine.core.text.template_worker import Chat, TemplateSource
 
 _MODULE = "jitney.engine.core.text.template_worker"
 

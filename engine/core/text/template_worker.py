@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 
+from jitney.engine.common.rendered import Rendered
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.common.worker_pipe import answer_requests, limit_memory, time_limit
+from jitney.engine.common.worker_pipe import answer_requests, limit_memory
 
 #: Most bytes of memory for rendering.
 _MORE_MEMORY = 1 << 30
-#: Most characters of a template's error in a message.
-_MOST_REASON = 200
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
@@ -46,28 +45,6 @@ class Chat(msgspec.Struct, frozen=True):
     variables: JsonDict = {}
 
 
-class Rendered(msgspec.Struct, frozen=True):
-    """The rendered text, or why there is none."""
-
-    text: str = ""
-    #: The template's error.
-    refusal: str = ""
-    #: Length of a text that is too long, else 0.
-    too_long: int = 0
-
-    @classmethod
-    def within(cls, make: Callable[[], str], limit_s: float, most_chars: int) -> Rendered:
-        """Render a text. The process ends if that takes longer than limit_s seconds."""
-        try:
-            with time_limit(limit_s):
-                text = make()
-        except Exception as error:  # a template may raise anything: jinja2's errors, TypeError, ...
-            return cls(refusal=reason_of(error) or type(error).__name__)
-        if len(text) > most_chars:
-            return cls(too_long=len(text))
-        return cls(text)
-
-
 #: Imported where a chat is rendered: benchmarks on machines without jinja2 have none.
 _SANDBOX = "jitney.engine.core.text.chat_sandbox"
 
@@ -80,11 +57,6 @@ def render_source(source: TemplateSource, messages: list[JsonDict], /, **variabl
     if variables.get("tools") is not None:
         template = source.tools_template or template
     return render(template, messages, source.special_tokens | variables)
-
-
-def reason_of(error: Exception) -> str:
-    """A template's error in one line, for clients."""
-    return " ".join(str(error).split())[:_MOST_REASON]
 
 
 def _start(source: TemplateSource) -> tuple[Rendered, Callable[[Chat], Rendered]]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.rendered import reason_of
 from jitney.engine.core.text.chat_template import read_template, used_templates
 from jitney.engine.core.text.fast_tokenizers import (
     FastTokenizer,
@@ -16,7 +17,7 @@ from jitney.engine.core.text.fast_tokenizers import (
     fast_tokenizer,
 )
 from jitney.engine.core.text.fill_in import FillIn
-from jitney.engine.core.text.template_worker import TemplateSource, reason_of, render_source
+from jitney.engine.core.text.template_worker import TemplateSource, render_source
 from jitney.engine.core.text.token_lengths import longest_token
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 

@@ -14,9 +14,9 @@ import msgspec
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jitney.engine.common.rendered import Rendered, reason_of
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.worker_pipe import answer_requests, limit_memory
-from jitney.engine.core import Rendered, reason_of
 
 #: Most bytes of memory for rendering.
 _MORE_MEMORY = 1 << 30

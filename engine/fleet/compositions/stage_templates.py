@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jitney.engine.common.rendered import Rendered
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.worker_pool import WorkerPool
-from jitney.engine.core import Rendered
 from jitney.engine.fleet.compositions.stage_template_worker import StageTemplates, StageText
 from jitney.engine.server import HttpError
 

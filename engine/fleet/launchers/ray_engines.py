@@ -24,8 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jitney.engine.common.child_process import child_environ, end_child, start_child
 from jitney.engine.common.errors import JitneyError
-from jitney.engine.common.ports import free_port
-from jitney.engine.core import HostAddress
+from jitney.engine.common.ports import HostAddress, free_port
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.autoscaling import EngineLoad
 from jitney.engine.fleet.launchers.engine_process import (

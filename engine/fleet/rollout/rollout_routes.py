@@ -12,14 +12,11 @@ from jitney.engine.fleet.fleet import Fleet
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate
 from jitney.engine.fleet.rollout.comparison import Verdict
 from jitney.engine.server import (
-    HttpError,
     HttpRoute,
     ResponseModel,
     Role,
     checked,
-    echo,
     json_answer,
-    read_object,
 )
 
 
@@ -125,17 +122,13 @@ async def _show_rollout(fleet: Fleet, request: Request) -> Response:
 
 async def _decide(fleet: Fleet, request: Request) -> Response:
     model = _found(fleet, request)
-    body = checked(RolloutBody, await fleet.slices.result(read_object(await request.body())))
+    body = checked(RolloutBody, await fleet.json_body(request))
     await model.decide(body.action)
     return json_answer(model.report())
 
 
 def _found(fleet: Fleet, request: Request) -> ModelWithCandidate:
-    name = request.path_params["model"]
-    model = fleet.models.get(name)
-    if not isinstance(model, ModelWithCandidate):
-        raise HttpError(404, f"no candidate of a model {echo(name)}", code="not_found")
-    return model
+    return fleet.with_candidate(request.path_params["model"])
 
 
 ROLLOUT_ROUTES = (

@@ -19,8 +19,9 @@ import msgspec
 from jitney.engine.common.child_process import end_child, last_line, start_child
 from jitney.engine.common.core_start import core_environ
 from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.other_work import OtherWork
 from jitney.engine.config import Config, settings
-from jitney.engine.core import OtherWork, powers_of_two, processors_here
+from jitney.engine.core import powers_of_two, processors_here
 from jitney.engine.lab.tuned_sizes import SizeValue
 
 #: A step beyond its time limit is only chosen if the smallest takes almost as long: the largest

@@ -20,13 +20,13 @@ from typing import Any, Literal
 import msgspec
 
 from jitney.engine.common.errors import ConfigError, JitneyError
+from jitney.engine.common.machine import own_processors
+from jitney.engine.common.other_work import OtherWork
 from jitney.engine.config import Config
 from jitney.engine.core import (
     LLM,
     Bucket,
-    OtherWork,
     StepCase,
-    own_processors,
 )
 from jitney.engine.lab.bench.sizes import (
     OtherPrograms,

@@ -21,7 +21,6 @@ from jitney.engine.server.chat.generation import Generation
 from jitney.engine.server.chat.generation_request import GenerationRequest
 from jitney.engine.server.chat.schema import ModelBody
 from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.jsonio import read_object
 from jitney.engine.server.http.routing import Handler
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.streaming import StreamingResponse, StreamingWriter
@@ -35,7 +34,7 @@ async def read_body[B: ModelBody](service: Service, request: Request, kind: type
 async def read_fields(service: Service, request: Request) -> JsonDict:
     """The body of a request, not checked yet. Raises RequestError and HttpError."""
     service.ready()
-    return await service.slices.result(read_object(await request.body()))
+    return await service.json_body(request)
 
 
 def checked_body[B: ModelBody](request: Request, kind: type[B], fields: JsonDict) -> B:

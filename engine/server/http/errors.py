@@ -49,9 +49,11 @@ _TOO_LONG: Literal["context_length_exceeded"] = "context_length_exceeded"
 _NOT_SHOWN = ("invalid_value", "model_not_found")
 #: Messages for errors of the router, by status.
 _ROUTER = {404: ("no such route", "not_found"), 405: ("this route does not take that method", None)}
-#: Anthropic's routes, and those that both APIs have; what the paths of Ollama's begin with.
+#: Anthropic's routes, those that both APIs have, those of stored responses; what the paths of
+#: Ollama's begin with.
 _MESSAGES = "/v1/messages"
 _MODELS = "/v1/models"
+_RESPONSES = "/v1/responses"
 _OLLAMA = "/api/"
 
 
@@ -143,6 +145,13 @@ class HttpError(JitneyError):
         """HttpError 404 for an unknown model. hint: text after the name."""
         return cls(404, f"no model {echo(name)}{hint}", code="model_not_found", param="model")
 
+    @classmethod
+    def missing(
+        cls, what: str, name: object, *, code: str = "not_found", param: str | None = None
+    ) -> HttpError:
+        """HttpError 404 for a thing that a client names. what: its kind."""
+        return cls(404, f"no {what} {echo(name)}", code=code, param=param)
+
 
 @dataclass(slots=True)
 class ErrorReply:
@@ -199,6 +208,18 @@ class ErrorReply:
     def event(self) -> bytes:
         """The error as one SSE event, for a stream that has already begun."""
         return b"data: " + self.json(ErrorForm.OPENAI) + b"\n\n"
+
+    def stream_end(self, path: str) -> bytes:
+        """The end of a stream of this path that failed between an engine and its client."""
+        form = ErrorForm.of(path)
+        if form is ErrorForm.OLLAMA:
+            return self.json(form) + b"\n"
+        if form is ErrorForm.ANTHROPIC:
+            return b"event: error\ndata: " + self.json(form) + b"\n\n"
+        if path.startswith(_RESPONSES):
+            error = msgspec.structs.replace(self.openai().error, type="error")
+            return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+        return self.event() + b"data: [DONE]\n\n"
 
     def openai(self) -> ErrorAnswer:
         error = Error(

@@ -188,6 +188,17 @@ def in_pieces(value: object) -> Pieces:
         yield text
 
 
+def in_runs(value: JsonDict) -> Pieces:
+    """The JSON text of an object, with the lists in it written in runs."""
+    yield from in_pieces(_with_long_lists(value))
+
+
+def _with_long_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_long_lists(item) for name, item in value.items()}
+    return LongJson.of_list(value) if isinstance(value, list) else value
+
+
 def _around_long(value: object) -> Iterator[bytes]:
     long: list[LongJson] = []
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.key_file import read_keys
+from jitney.engine.common.ports import HostAddress
 from jitney.engine.config import ServerSection
 
 _REASONS = {
@@ -72,10 +73,8 @@ def load_certificate(context: ssl.SSLContext, server: ServerSection) -> None:
 def base_url(server: ServerSection, port: int) -> str:
     """http(s)://host:port as a client on this machine writes it."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
-    if ":" in host:
-        host = f"[{host}]"
     scheme = "https" if server.ssl_certfile else "http"
-    return f"{scheme}://{host}:{port}"
+    return f"{scheme}://{HostAddress(host, port)}"
 
 
 class AcceptedKeys(NamedTuple):

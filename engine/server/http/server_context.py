@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import Counter
+from starlette.requests import Request
 
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.slices import TimeSlices
 from jitney.engine.server.http.errors import ErrorReply
+from jitney.engine.server.http.jsonio import read_object
 from jitney.engine.server.http.open_requests import OpenRequests
 
 if TYPE_CHECKING:
@@ -71,6 +74,10 @@ class ServerContext:
     async def drained(self) -> None:
         """Wait until no generation request is open."""
         await self._open.until_idle()
+
+    async def json_body(self, request: Request) -> JsonDict:
+        """The object in a request's body. Raises RequestError and HttpError."""
+        return await self.slices.result(read_object(await request.body()))
 
     @property
     def internal_seats(self) -> int:

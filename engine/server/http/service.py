@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jitney.engine.config import ResolvedConfig
     from jitney.engine.core import Tokenizer
     from jitney.engine.server.http.context import Context
+    from jitney.engine.server.process.trace_recorder import Recorder
 
 _log = logging.getLogger("jitney.api")
 
@@ -69,6 +70,8 @@ class Service(ServerContext):
         self.text = ModelText(self.ready, settings)
         #: The model's chat format.
         self.turns = ModelTurns(self.ready, settings, self.text)
+        #: Writes the trace of requests; None: off.
+        self._recorder: Recorder | None = None
         #: The settings, and the origin of each; None: not known.
         self.resolved: ResolvedConfig | None = None
 
@@ -136,6 +139,27 @@ class Service(ServerContext):
     def close(self) -> None:
         """Release the threads; a tokenisation that still runs is not waited for."""
         self.text.close()
+
+    def observe_requests(self) -> None:
+        """Record the requests that end and trace them, as the settings `record` and `otel` say.
+        Raises ConfigError.
+        """
+        server, listeners = self.settings.server, self.client.history.listeners
+        if server.record:
+            from jitney.engine.server.process.trace_recorder import Recorder
+
+            self._recorder = Recorder(server.record, engine=lambda: self.client.info)
+            listeners.append(self._recorder.ended)
+        if server.otel:
+            from jitney.engine.server.http.tracing import Tracing
+
+            self.tracing = Tracing()
+            listeners.append(self.tracing.ended)
+
+    def end_observing(self) -> None:
+        """Write the records and spans of the last requests."""
+        for listener in filter(None, (self._recorder, self.tracing)):
+            listener.close()
 
     def generating(self, context: Context) -> AbstractContextManager[None]:
         """Context that counts one open generation request, for `drained`. Raises RequestError

@@ -17,7 +17,7 @@ from jitney.engine.common.errors import RequestError
 from jitney.engine.server.chat.schema import checked
 from jitney.engine.server.http.answers import ResponseModel
 from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.jsonio import json_answer, read_object
+from jitney.engine.server.http.jsonio import json_answer
 from jitney.engine.server.http.queries import PageQuery, listed, read_query
 from jitney.engine.server.http.routing import HttpRoute
 from jitney.engine.server.http.server_context import ServerContext
@@ -101,7 +101,7 @@ async def _create_job(server: ServerContext, request: Request) -> Response:
 
 async def _body[B: BaseModel](server: ServerContext, request: Request, kind: type[B]) -> B:
     """The validated body of a request; undeclared fields are noted as ignored."""
-    raw = await server.slices.result(read_object(await request.body()))
+    raw = await server.json_body(request)
     body = checked(kind, raw)
     ignored = [name for name in raw if name not in kind.model_fields]
     Context.of(request).notes.ignored.extend(ignored)

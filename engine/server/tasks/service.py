@@ -18,7 +18,7 @@ from starlette.requests import Request
 from jitney.engine.common.database import StoreUnavailable
 from jitney.engine.common.errors import ConfigError, RequestError
 from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.errors import HttpError, echo
+from jitney.engine.server.http.errors import HttpError
 from jitney.engine.server.http.quotas import Shares
 from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.http.server_context import ServerContext
@@ -102,7 +102,7 @@ class InternalRequests:
         record = await keeper.do(TaskStore.find, kind, id, owner)
         if record is None:
             param = f"{kind.KIND}_id"
-            raise HttpError(404, f"no {kind.KIND} {echo(id)}", code="not_found", param=param)
+            raise HttpError.missing(kind.KIND, id, param=param)
         return record
 
     async def cancelled(self, task: Task) -> Task:

@@ -8,8 +8,8 @@ import pytest
 
 from jitney.engine import LLM
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.ports import HostAddress
 from jitney.engine.config.layers import ResolvedConfig
-from jitney.engine.core.distributed.connection import HostAddress
 from jitney.engine.core.distributed.environment import _find_identity, _HostIdentity, placed
 
 TPU = {"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc,t-2.svc,t-3.svc", "TPU_WORKER_ID": "2"}

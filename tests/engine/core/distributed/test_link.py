@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.ports import free_port
+from jitney.engine.common.ports import HostAddress, free_port
 from jitney.engine.common.worker_pipe import framed
 from jitney.engine.core.distributed import link
-from jitney.engine.core.distributed.connection import Connection, HostAddress
+from jitney.engine.core.distributed.connection import Connection, listen_at
 from jitney.engine.core.distributed.link import Leader, Worker
 from jitney.engine.core.distributed.messages import Hello, Leave, PackedArray, Step, StepSize
 
@@ -348,4 +348,4 @@ def test_a_coordinator_that_is_not_here():
     with pytest.raises(
         ConfigError, match=r"coordinator 192\.0\.2\.1:9 must be an address of the first"
     ):
-        HostAddress.read("192.0.2.1:9").listen()
+        listen_at(HostAddress("192.0.2.1", 9))

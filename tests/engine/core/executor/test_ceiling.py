@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from jitney.engine.common.other_work import OtherWork
 from jitney.engine.common.step_cost import DeviceCeiling
 from jitney.engine.core.executor import ceiling
 from jitney.engine.core.executor.ceiling import ceiling_or_none, kept_ceiling, measure_ceiling
-from jitney.engine.core.executor.other_work import OtherWork
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import select
 

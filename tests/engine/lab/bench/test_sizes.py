@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jitney.engine.common.errors import JitneyError
+from jitney.engine.common.other_work import OtherWork
 from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, EngineSection, _ModelSection
-from jitney.engine.core.executor.other_work import OtherWork
 from jitney.engine.core.measuring.made_up_steps import StepCase
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.lab.bench import sizes, sizes_worker, timing_behind
