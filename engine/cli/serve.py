@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jitney.engine.cli.vllm_flags import add_vllm_flags
 from jitney.engine.common.display import Display, make_display
 from jitney.engine.common.machine import raise_descriptor_limit
 from jitney.engine.common.platforms import check_platform
@@ -76,7 +75,10 @@ def run(arguments: Sequence[str]) -> int:
     number after a second signal, else 1.
     """
     parser = _COMMAND.parser()
-    add_vllm_flags(parser)
+    if any(word.startswith("-") for word in arguments):
+        from jitney.engine.cli.vllm_flags import add_vllm_flags
+
+        add_vllm_flags(parser)
     args = parser.parse(arguments, Arguments)
     resolved = at_start = args.load_layers()
     notes = [] if args.goal is None else [_filled_in(args.goal, resolved)]

@@ -186,14 +186,13 @@ class ResolvedConfig:
             tables[setting.section][setting.key] = value
         return _validated(tables, {**self.origins, **dict.fromkeys(values, where)})
 
-    def to_toml(self, *, comments: bool = True) -> str:
+    def to_toml(self) -> str:
         """The configuration as TOML that `load` reads back to an equal one, without secrets."""
         blocks = []
         for section in Config.model_fields:
             lines = [f"[{section}]"]
             for setting in _settings_of(section):
-                if comments:
-                    lines.append(f"# {setting.field.description}")
+                lines.append(f"# {setting.field.description}")
                 value = getattr(getattr(self.config, section), setting.key)
                 lines.append(_toml_line(setting, value))
             blocks.append("\n".join(lines))

@@ -22,6 +22,7 @@ from .measuring.engine_shape import EngineShape as EngineShape
 from .measuring.made_up_steps import MadeUpStep as MadeUpStep
 from .measuring.made_up_steps import StepCase as StepCase
 from .measuring.random_engine import RandomEngine as RandomEngine
+from .measuring.random_engine import RandomMatrix as RandomMatrix
 from .measuring.random_engine import RandomModel as RandomModel
 from .measuring.random_engine import ReferenceModel as ReferenceModel
 from .measuring.virtual import HostTimes as HostTimes
@@ -29,8 +30,6 @@ from .measuring.virtual import StepTimes as StepTimes
 from .measuring.virtual import VirtualDevice as VirtualDevice
 from .models.quantization import KV_TYPES as KV_TYPES
 from .models.quantization import Packed as Packed
-from .models.quantization import quantise as quantise
-from .models.quantization import widened as widened
 from .scheduler.buckets import Bucket as Bucket
 from .scheduler.buckets import Buckets as Buckets
 from .scheduler.buckets import powers_of_two as powers_of_two

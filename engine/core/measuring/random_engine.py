@@ -24,12 +24,13 @@ from jitney.engine.core.executor.step_programs import StepPrograms
 from jitney.engine.core.measuring.engine_shape import EngineShape
 from jitney.engine.core.measuring.made_up_steps import StepCase
 from jitney.engine.core.models.protocol import Model
-from jitney.engine.core.models.quantization import KV_TYPES
+from jitney.engine.core.models.quantization import KV_TYPES, Packed, quantise, widened
 from jitney.engine.core.models.registry import abstract_model, fill_at_random
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import Plan, StepWork
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
+from jitney.kernels import w8a8
 from jitney.kernels.interface import AttentionMeta, Kernels, KernelSet
 from jitney.kernels.proof_attention import MetaBuilder
 from jitney.kernels.proof_shapes import ServedShapes
@@ -46,6 +47,43 @@ _THREADS = 8
 
 #: Bytes.
 _GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RandomMatrix:
+    """A weight matrix [I, O] of random numbers with standard deviation 1 / sqrt(I)."""
+
+    scheme: str  # one of Packed.schemes
+    shape: tuple[int, int]
+    dtype: DTypeLike
+    kernels: KernelSet
+
+    def packed(self, seed: int) -> Packed:
+        """The matrix in the kernels' layout: fp8 products need a specific one."""
+        plain = self._plain(seed)
+        if self.scheme == "fp8" and self.kernels.fp8 is not None:
+            return plain._replace(kernel=self.kernels.fp8.pack(plain.kernel))
+        return plain
+
+    def exact_product(self, x: jax.Array, seed: int) -> jax.Array:
+        """The product of the widened matrix in float32, with rows rounded if the kernel rounds
+        them.
+        """
+        return jnp.matmul(self._as_multiplied(x), widened(self._plain(seed)), precision="highest")
+
+    def _plain(self, seed: int) -> Packed:
+        wide = jax.random.normal(jax.random.key(seed), self.shape) / self.shape[0] ** 0.5
+        return quantise(wide, scheme=self.scheme, dtype=self.dtype)
+
+    def _as_multiplied(self, x: jax.Array) -> jax.Array:
+        """The rows as rounded by the kernel, in float32."""
+        if self.scheme == "int8" and self.kernels.int8 is not None:
+            codes, steps = w8a8.round_to_int8(x)
+            return codes * steps
+        if self.scheme == "fp8" and self.kernels.fp8 is not None:
+            codes, units = w8a8.round_to_fp8(x)
+            return codes.astype(jnp.float32) * units
+        return x.astype(jnp.float32)
 
 
 @dataclass(frozen=True, slots=True)

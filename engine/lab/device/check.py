@@ -29,9 +29,7 @@ from jitney.engine.core import (
 from jitney.engine.lab.bench.offline import outputs_of
 from jitney.engine.lab.device.loop import make_traffic, random_requests
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
-from jitney.kernels.attention_cases import CASES, AttentionCase
-from jitney.kernels.expert_cases import CASES as EXPERTS
-from jitney.kernels.expert_cases import ExpertCase
+from jitney.kernels.case_proofs import CaseProof, case_proofs
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove
 from jitney.kernels.proof_shapes import ServedShapes
@@ -49,20 +47,6 @@ _TOKEN_LIMIT = {2: 0.25, 4: 0.02}
 _ROUNDED_LIMIT = 0.25
 #: Most positions of a sequence in the checks of kernels.
 _CONTEXT = 4096
-#: Published mixtures of experts, reduced to four experts per layer: in blocks of a decode step and
-#: of a prompt, on one device and on one of several.
-_PUBLISHED = {
-    f"{name}, blocks of {block}, {scheme}": ExpertCase(
-        size, inner, block + 3, block, 4, (scheme, scheme)
-    )
-    for name, size, inner in (
-        ("Qwen3-30B-A3B", 2048, 768),
-        ("an eighth of Qwen3-30B-A3B", 2048, 96),
-        ("a fourth of Mixtral-8x7B", 4096, 3584),
-    )
-    for block in (16, 64)
-    for scheme in ("plain", "int8", "fp8")
-}
 
 
 def checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
@@ -70,14 +54,11 @@ def checks(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:
     measured model's shapes, attention in other dtypes, experts; a short call may not reach the end.
     """
     kernels = sets[0]
-    served, tested = _attention_cases(jnp.dtype(dtype).name)
+    cases = list(case_proofs(kernels, jnp.dtype(dtype).name))
     yield from _token_tasks(job, kernels, dtype)
-    yield from _attention_tasks(job, kernels, served)
+    yield from _case_tasks(job, kernels, [case for case in cases if case.as_served])
     yield from _proof_tasks(job, kernels, dtype)
-    yield from _attention_tasks(job, kernels, tested)
-    for name, case in _expert_cases(kernels).items():
-        row = job.row("experts", name, kernels.label)
-        yield Task(row, partial(_expert_row, kernels, replaced(case, dtype=jnp.dtype(dtype).name)))
+    yield from _case_tasks(job, kernels, [case for case in cases if not case.as_served])
 
 
 def _token_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
@@ -96,39 +77,17 @@ def _proof_tasks(job: PartJob, kernels: KernelSet, dtype: DTypeLike) -> Tasks:
             yield Task(row, partial(_proof_rows, job, kernels, dtype, weights, kv))
 
 
-def _attention_tasks(job: PartJob, kernels: KernelSet, cases: dict[str, AttentionCase]) -> Tasks:
-    for name, case in cases.items():
-        row = job.row("attention", name, kernels.label)
-        yield Task(row, partial(_case_row, kernels, case))
+def _case_tasks(job: PartJob, kernels: KernelSet, cases: Sequence[CaseProof]) -> Tasks:
+    for case in cases:
+        row = job.row(case.kernel, case.name, kernels.label)
+        yield Task(row, partial(_case_row, case))
 
 
-def _attention_cases(dtype: str) -> tuple[dict[str, AttentionCase], dict[str, AttentionCase]]:
-    """All cases: in this dtype, and in other dtypes as they are tested."""
-    served = {f"{name}, {dtype}": case.served_as(dtype) for name, case in CASES.items()}
-    served_cases = set(served.values())
-    tested = {
-        f"{name}, {case.dtype}": case for name, case in CASES.items() if case not in served_cases
-    }
-    return served, tested
-
-
-def _case_row(kernels: KernelSet, case: AttentionCase, row: Row) -> Iterator[Row]:
-    reason = ""
-    if case.prompts:
-        reason = ServedHeads(case.heads[2], case.dtype, case.pool).refusal(kernels.name)
-    if reason:
-        yield row.noted(f"not for these kernels: {reason}")
-        return
-    yield _judged(row, Proof.of_attention(kernels, case))
-
-
-def _expert_cases(kernels: KernelSet) -> dict[str, ExpertCase]:
-    """Cases of experts; none for a set that multiplies a mixture's blocks one after another."""
-    return {} if kernels.experts is None else EXPERTS | _PUBLISHED
-
-
-def _expert_row(kernels: KernelSet, case: ExpertCase, row: Row) -> Iterator[Row]:
-    yield _judged(row, Proof.of_experts(kernels, case))
+def _case_row(case: CaseProof, row: Row) -> Iterator[Row]:
+    if case.refusal:
+        yield row.noted(f"not for these kernels: {case.refusal}")
+    else:
+        yield _judged(row, case.prove())
 
 
 def _judged(row: Row, proof: Proof) -> Row:

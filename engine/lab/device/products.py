@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jitney.engine.core import Packed, quantise, threshold, widened
+from jitney.engine.core import Packed, RandomMatrix, threshold
 from jitney.engine.lab.device.kernels import measured
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
 from jitney.engine.lab.device.timing import distance, timed
-from jitney.kernels import w8a8
 from jitney.kernels.interface import KernelSet
 
 #: Share of the probability and number of tokens that the timed search keeps: nucleus sampling over
@@ -49,16 +48,14 @@ def _product_row(
     rows: int,
     row: Row,
 ) -> Iterator[Row]:
-    plain = _make_weights(scheme, shape, dtype, 0)
-    weights = _laid_out(plain, kernels)
+    matrix = RandomMatrix(scheme, shape, dtype, kernels)
+    weights = matrix.packed(0)
     x = jax.random.normal(jax.random.key(9), (rows, shape[0]), dtype)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     moved = held + x.nbytes + 4 * rows * shape[1]
 
     def time(floor_s: float) -> list[float]:
-        seeds = range(1, job.copies_of(moved))
-        made = (_make_weights(scheme, shape, dtype, seed) for seed in seeds)
-        copies = [weights, *(_laid_out(weights, kernels) for weights in made)]
+        copies = [weights, *map(matrix.packed, range(1, job.copies_of(moved)))]
         return timed(
             lambda x, w: _chained(x, w.product(x, kernels)),
             x,
@@ -67,50 +64,16 @@ def _product_row(
             sample_s=job.sizes.sample_s,
         )
 
+    ours = jax.jit(lambda x, w: w.product(x, kernels))(x, weights)
     yield measured(
         job,
         row,
         moved=moved,
         operations=2.0 * rows * shape[0] * shape[1],
-        error=_product_error(kernels, x, plain),
+        error=float(distance(ours, matrix.exact_product(x, 0))),
         itemsize=jnp.dtype(dtype).itemsize,
         time=time,
     )
-
-
-def _product_error(kernels: KernelSet, x: jax.Array, weights: Packed) -> float:
-    """Error against the product of the widened weights in float32, with rows rounded if the kernel
-    rounds them.
-    """
-    exact = jnp.matmul(
-        _as_multiplied(x, weights.scheme, kernels), widened(weights), precision="highest"
-    )
-    ours = jax.jit(lambda x, w: w.product(x, kernels))(x, _laid_out(weights, kernels))
-    return float(distance(ours, exact))
-
-
-def _as_multiplied(x: jax.Array, scheme: str, kernels: KernelSet) -> jax.Array:
-    """The rows as rounded by the kernel, in float32."""
-    if scheme == "int8" and kernels.int8 is not None:
-        codes, steps = w8a8.round_to_int8(x)
-        return codes * steps
-    if scheme == "fp8" and kernels.fp8 is not None:
-        codes, units = w8a8.round_to_fp8(x)
-        return codes.astype(jnp.float32) * units
-    return x.astype(jnp.float32)
-
-
-def _laid_out(weights: Packed, kernels: KernelSet) -> Packed:
-    """The weights in the kernel's layout: fp8 products need a specific one."""
-    if weights.scheme == "fp8" and kernels.fp8 is not None:
-        return weights._replace(kernel=kernels.fp8.pack(weights.kernel))
-    return weights
-
-
-def _make_weights(scheme: str, shape: tuple[int, int], dtype: DTypeLike, seed: int) -> Packed:
-    """Random weights [I, O] with standard deviation 1 / sqrt(I)."""
-    wide = jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
-    return quantise(wide, scheme=scheme, dtype=dtype)
 
 
 def thresholds(job: PartJob, sets: Sequence[KernelSet], dtype: DTypeLike) -> Tasks:

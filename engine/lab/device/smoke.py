@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 from msgspec.structs import replace
 
 from jitney.engine.lab.device.rows import PartJob, Row, Task, Tasks
-from jitney.kernels.attention_cases import CASES
+from jitney.kernels.case_proofs import case_proofs
 from jitney.kernels.interface import KernelSet
-from jitney.kernels.proof import Proof
 
 #: Number of chained products, and their rows: XLA makes a graph of five commands or more.
 _PRODUCTS, _SIDE = 8, 128
@@ -37,7 +36,7 @@ def _smoke_row(kernels: KernelSet, dtype: str, row: Row) -> Iterator[Row]:
     started = time.perf_counter()
     error = _graph_error()
     graph_s = time.perf_counter() - started
-    proof = Proof.of_attention(kernels, next(iter(CASES.values())).served_as(dtype))
+    proof = next(case_proofs(kernels, dtype)).prove()
     kernel_s = time.perf_counter() - started - graph_s
     row = replace(
         row.timed([graph_s + kernel_s]),

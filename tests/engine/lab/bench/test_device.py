@@ -33,7 +33,7 @@ from jitney.engine.core.executor.autotuning import RESULTS
 from jitney.engine.core.measuring.random_engine import _at_random
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.lab.commands.bench_device import bench_device
-from jitney.engine.lab.device import check, peers, timing
+from jitney.engine.lab.device import peers, timing
 from jitney.engine.lab.device import run as device_run
 from jitney.engine.lab.device.check import checks
 from jitney.engine.lab.device.kernels import Contexts, _make_inputs, attend_row
@@ -49,7 +49,7 @@ from jitney.engine.lab.device.run import (
 from jitney.engine.lab.device.saved import ResultFiles, _Choices
 from jitney.engine.lab.device.serving import _write_model
 from jitney.engine.lab.device.worker import PartMessage, _lines_of, _rows_of
-from jitney.kernels import experts
+from jitney.kernels import case_proofs, experts
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.select import reference
 
@@ -192,7 +192,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceResults, Path
         patch.setattr(timing, "_MOST_UNROLLED", 2)
         patch.setattr(timing, "_REPEATS", 3)
         # `kernels/` compares every case of attention; here each would be compiled for one answer.
-        patch.setattr(check, "CASES", {name: check.CASES[name] for name in COMPARED})
+        patch.setattr(case_proofs, "CASES", {name: case_proofs.CASES[name] for name in COMPARED})
         return plan.measure(ResultFiles(folder), quiet, in_process), folder
 
 
