@@ -33,8 +33,6 @@ from .models.quantization import Packed as Packed
 from .scheduler.buckets import Bucket as Bucket
 from .scheduler.buckets import Buckets as Buckets
 from .scheduler.buckets import powers_of_two as powers_of_two
-from .scheduler.lengths import LengthEstimate as LengthEstimate
-from .scheduler.lengths import RequestClasses as RequestClasses
 from .scheduler.plan import StepWork as StepWork
 from .scheduler.policies import POLICIES as POLICIES
 from .setup import start_device as start_device

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from jitney.engine.common.errors import ErrorInfo
+from jitney.engine.common.lengths import LengthEstimate
 from jitney.engine.common.outputs import FinishReason, SequenceOutput
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.page_tables import PageTables
 from jitney.engine.core.scheduler.queues import RequestClass, WaitingQueue
 from jitney.engine.core.scheduler.request_table import RequestTable, Siblings

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jitney.engine.common.lengths import RequestClasses
 from jitney.engine.common.outputs import FinishReason, TokenLogprobs
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core.scheduler.lengths import RequestClasses
 
 #: (class, number of the request, index of the sequence). The class is a number, see
 #: `engine.core.scheduler.policies._ORDERS`.

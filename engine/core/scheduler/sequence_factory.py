@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from jitney.engine.common.lengths import LengthEstimate
 from jitney.engine.common.requests import EngineRequest, RequestLimits, SamplingParams
 from jitney.engine.core.scheduler.kv_pages import PagePool
-from jitney.engine.core.scheduler.lengths import LengthEstimate
 from jitney.engine.core.scheduler.sequence import OwnPages, Sequence
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jitney.engine.common.errors import RequestError
+from jitney.engine.common.lengths import LengthEstimate, RequestClasses
 from jitney.engine.common.requests import EngineRequest
-from jitney.engine.core import LengthEstimate, RequestClasses
 from jitney.engine.server.http.errors import HttpError
 
 _MINUTE_S = 60.0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jitney.engine.core.scheduler.lengths import LengthEstimate
+from jitney.engine.common.lengths import LengthEstimate
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.open_sequences import OpenSequences
 from jitney.engine.core.scheduler.passing import Passing

@@ -18,11 +18,11 @@ import pytest
 from fakes import FakeClock, device_of, ends_of, make_core, make_request, picture, watch
 
 from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.common.lengths import FIRST_GUESS, LengthEstimate, RequestClasses
 from jitney.engine.config.schema import EngineSection
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.scheduler.admission.predicted_wait import _Endings
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.core.scheduler.lengths import FIRST_GUESS, LengthEstimate, RequestClasses
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.plan import StepResult
 from jitney.engine.core.scheduler.policies import _ORDERS

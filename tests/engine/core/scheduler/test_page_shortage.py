@@ -10,17 +10,17 @@ import pytest
 from fakes import FakeClock, ends_of, make_core, make_request, solo, tokens_of, watch
 
 from jitney.engine.common.history import RequestRecords
-from jitney.engine.common.requests import EngineRequest, SamplingParams
-from jitney.engine.common.trace import Arrival
-from jitney.engine.core.measuring.engine_shape import EngineShape
-from jitney.engine.core.measuring.virtual import VirtualDevice, _FlyingStep
-from jitney.engine.core.scheduler.buckets import Bucket, Buckets
-from jitney.engine.core.scheduler.lengths import (
+from jitney.engine.common.lengths import (
     _HALVE_AT,
     _MOST_CLASSES,
     LengthEstimate,
     RequestClasses,
 )
+from jitney.engine.common.requests import EngineRequest, SamplingParams
+from jitney.engine.common.trace import Arrival
+from jitney.engine.core.measuring.engine_shape import EngineShape
+from jitney.engine.core.measuring.virtual import VirtualDevice, _FlyingStep
+from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.page_demand import _times_ahead
 from jitney.engine.core.scheduler.plan import Plan, StepResult
