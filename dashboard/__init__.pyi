@@ -5,6 +5,5 @@ from .fleet import FleetView as FleetView
 from .fleet_member import ReplicaAddress as ReplicaAddress
 from .fleet_page import FleetPage as FleetPage
 from .lab import Experiment as Experiment
-from .timeline import Window as Window
 from .timeline import stay_columns as stay_columns
 from .top import top_command as top_command

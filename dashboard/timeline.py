@@ -182,7 +182,7 @@ class Window:
         if not identity.is_admin:
             # A bin of one step would tell the rows of all requests in it.
             bins = max(1, min(bins, round(self.end - self.start)))
-        stays = yield from self.stays()
+        stays = yield from self.history.stays(self.start, self.end)
         left_out = max(0, len(stays) - _MAX_STAYS)
         columns = yield from stay_columns(stays[left_out:], identity)
         return {
@@ -197,23 +197,12 @@ class Window:
             "outages": msgspec.to_builtins(list(history.incidents.outages)),
         }
 
-    def stays(self) -> Generator[None, None, list[SeatStay]]:
-        """Stays that touch the time, by their beginning. Work for `TimeSlices`."""
-        pairs: list[SeatStay] = []
-        records = [*self.history.ended(self.start), *self.history.open()]
-        for place, record in enumerate(records):
-            pairs += record.stays_within(self.start, self.end)
-            if place % _TOLD == 0:
-                yield
-        pairs.sort(key=lambda pair: pair[1].start)
-        return pairs
-
     def trace(self, now: float, model: str) -> Generator[bytes, None, None]:
         """Chrome's trace event format (JSON, in pieces): a thread a seat in process 1, the step
         loop in process 2; microseconds.
         """
         history = self.history
-        stays = yield from _quietly(self.stays())
+        stays = yield from _quietly(history.stays(self.start, self.end))
         steps = yield from _quietly(self._steps())
         mark = b'{"displayTimeUnit":"ms","traceEvents":['
         for events in _trace_events(history, stays, steps, now, model):

@@ -17,7 +17,7 @@ import threading
 import time
 
 from jitney.engine.cli import main, serve
-from jitney.engine.fleet import ADMIN_KEYS
+from jitney.engine.common.child_process import ADMIN_KEYS
 
 _STANDARD_INPUT = 0
 _MOST_BYTES = 1 << 16

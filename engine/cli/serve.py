@@ -29,7 +29,6 @@ from jitney.engine.config import (
     FlagGroup,
     ResolvedConfig,
     ServerSection,
-    settings,
     values,
 )
 from jitney.engine.core import placed
@@ -81,7 +80,10 @@ def run(arguments: Sequence[str]) -> int:
         add_vllm_flags(parser)
     args = parser.parse(arguments, Arguments)
     resolved = at_start = args.load_layers()
-    notes = [] if args.goal is None else [_filled_in(args.goal, resolved)]
+    notes: list[str] = []
+    if args.goal is not None:
+        filled_in = ", ".join(resolved.preset_flags) or "nothing: all its settings are given"
+        notes.append(f"--for {args.goal} sets {filled_in}")
     resolved = replace(resolved, config=placed(resolved.config, os.environ))
     measured = ServerSizes(resolved)
     sizes = measured.kept()
@@ -120,13 +122,6 @@ def _reread(
 def _say_all(lines: Iterable[str]) -> None:
     for line in lines:
         say(line)
-
-
-def _filled_in(goal: str, resolved: ResolvedConfig) -> str:
-    """The settings that `--for` filled in, as one line of flags."""
-    all_values = values(resolved.config)
-    flags = [f"{settings()[name].flag} {all_values[name]}" for name in resolved.from_preset]
-    return f"--for {goal} sets {', '.join(flags) or 'nothing: all its settings are given'}"
 
 
 def _start_following(config: Config, notes: Sequence[str]) -> int:

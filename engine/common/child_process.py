@@ -9,15 +9,15 @@ import sys
 from collections.abc import Mapping
 from typing import IO
 
-#: Environment variables hidden from children: none needs the keys.
-_NOT_FOR_CHILDREN = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
+#: Environment variables of users' and administrators' keys, which are hidden from children.
+API_KEYS, ADMIN_KEYS = "JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS"
 #: asyncio's own limit on a line of a child's output, bytes.
 _LINE_BYTES = 1 << 16
 
 
 def child_environ() -> dict[str, str]:
     """This process's environment without API keys."""
-    return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN}
+    return {name: value for name, value in os.environ.items() if name not in (API_KEYS, ADMIN_KEYS)}
 
 
 async def start_child(

@@ -9,7 +9,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -24,7 +24,7 @@ from jitney.engine.common.incidents import Incidents
 from jitney.engine.common.messages import PromptChunk, SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import RecordRing
-from jitney.engine.common.request_record import ComputedChunk, RequestRecord, Stay
+from jitney.engine.common.request_record import ComputedChunk, RequestRecord, SeatStay, Stay
 from jitney.engine.common.requests import EngineRequest
 
 #: Most ended requests that are stored.
@@ -32,6 +32,8 @@ _KEEP_REQUESTS = 16384
 _KEEP_EVENTS = 16384
 #: Most waits and first tokens stored for their distributions: (time, seconds).
 _KEEP_SAMPLES = 8192
+#: Records that are looked at between two pauses of `TimeSlices`.
+_LOOKS = 32
 _FINISHES = ("stop", "length", "abort", "deadline", "error")
 #: Policies whose batch holds all its seats until its slowest sequence is done.
 _HOLDING = ("static", "dynamic")
@@ -469,6 +471,16 @@ class History(RequestRecords):
         """Requests that ended after `start`, by their end."""
         since = bisect_right(self._ended, start, key=_end_of)
         return list(islice(self._ended, since, None))
+
+    def stays(self, start: float, end: float) -> Generator[None, None, list[SeatStay]]:
+        """Stays that touch a time, by their beginning. Work for `TimeSlices`."""
+        pairs: list[SeatStay] = []
+        for place, record in enumerate([*self.ended(start), *self.open()]):
+            pairs += record.stays_within(start, end)
+            if place % _LOOKS == 0:
+                yield
+        pairs.sort(key=lambda pair: pair[1].start)
+        return pairs
 
 
 def _end_of(record: RequestRecord) -> float:

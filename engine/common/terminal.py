@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -67,3 +69,26 @@ def progress_reporter(unit: str) -> Callable[[int, int], None]:
             say(f"{done} of {total} {unit}")
 
     return report
+
+
+def hang_up(stop: Callable[[int], None], reload: Callable[[], None]) -> Callable[[], None]:
+    """A handler of SIGHUP: `reload`, or `stop` if the terminal that there was is gone, which sends
+    it too.
+    """
+    has_terminal = _has_terminal()
+
+    def handle() -> None:
+        if has_terminal and not _has_terminal():
+            stop(signal.SIGHUP)
+        else:
+            reload()
+
+    return handle
+
+
+def _has_terminal() -> bool:
+    """Whether stderr is an open terminal."""
+    try:
+        return os.isatty(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False

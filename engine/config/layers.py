@@ -174,9 +174,10 @@ class ResolvedConfig:
         return ResolvedConfig(config, {**self.origins, "order": _FROM_KEYS})
 
     @property
-    def from_preset(self) -> list[str]:
-        """Flat names of the settings that a preset filled in."""
-        return [name for name, origin in self.origins.items() if origin == _FROM_PRESET]
+    def preset_flags(self) -> list[str]:
+        """The settings that a preset filled in, as flags with their values."""
+        names = [name for name, origin in self.origins.items() if origin == _FROM_PRESET]
+        return [f"{settings()[name].flag} {values(self.config)[name]}" for name in names]
 
     def with_values(self, values: Mapping[str, object], where: str) -> ResolvedConfig:
         """Add values by flat name; where: their origin. Raises ConfigError."""

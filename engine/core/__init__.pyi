@@ -44,7 +44,6 @@ from .text.detokenizer import TokenBytes as TokenBytes
 from .text.fill_in import FillIn as FillIn
 from .text.fill_in import OtherFile as OtherFile
 from .text.tokenizer import Tokenizer as Tokenizer
-from .weights.checkpoints.families import tiny_config as tiny_config
 from .weights.checkpoints.files import read_json as read_json
 from .weights.checkpoints.hf_config import read_hf_config as read_hf_config
 from .weights.checkpoints.model_config import ModelConfig as ModelConfig

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from pydantic import ValidationError
 
-from jitney.dashboard import Experiment, Window, stay_columns
+from jitney.dashboard import Experiment, stay_columns
 from jitney.engine.common.child_process import end_child, start_child
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
@@ -254,7 +254,7 @@ def _recorded(history: History, minutes: float) -> Generator[None, None, _Traffi
     last = max(min(request.end, now) for request in requests)
     yield
     window, _ = history.records.between(first, last)
-    stays = yield from Window(history, first, last).stays()
+    stays = yield from history.stays(first, last)
     return _Traffic(requests, stays, first, last, records, window)
 
 

@@ -29,7 +29,6 @@ from .http.quotas import Spending as Spending
 from .http.reload import AdapterNews as AdapterNews
 from .http.reload import FileNews as FileNews
 from .http.reloader import FreshSettings as FreshSettings
-from .http.reloader import hang_up as hang_up
 from .http.routes import front_routes as front_routes
 from .http.routes import unknown_fields as unknown_fields
 from .http.routing import HttpRoute as HttpRoute

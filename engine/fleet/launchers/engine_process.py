@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jitney.engine.common.child_process import ADMIN_KEYS, API_KEYS
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.text_file import read_toml
@@ -18,8 +19,6 @@ from jitney.engine.fleet.sections import ReplicasSection
 #: Python module that runs `jitney serve` with its arguments, and ends with the fleet.
 ENGINE_MODULE = "jitney.engine.cli.fleet_engine"
 LOCALHOST = "127.0.0.1"
-#: Environment variable of an engine with the keys that it accepts.
-ADMIN_KEYS = "JITNEY_ADMIN_KEYS"
 #: Environment variable of an engine with its adapters, which a reload can change, unlike flags.
 ADAPTERS = "JITNEY_ADAPTERS"
 _ADAPTERS = "adapters"
@@ -138,4 +137,4 @@ def tell(process: asyncio.subprocess.Process, environ: Mapping[str, str | None])
 
 def keys_environ(admins: Sequence[str], own: str) -> dict[str, str]:
     """Environment variables with an engine's keys. own: the key that the fleet sends."""
-    return {"JITNEY_API_KEYS": "", ADMIN_KEYS: ",".join([*admins, own])}
+    return {API_KEYS: "", ADMIN_KEYS: ",".join([*admins, own])}

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import httpx
 from msgspec import convert
 
-from jitney.engine.common.child_process import child_environ, end_child, start_child
+from jitney.engine.common.child_process import ADMIN_KEYS, child_environ, end_child, start_child
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.tasks import beside
@@ -33,7 +33,6 @@ from jitney.engine.fleet.build import FleetParts
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import (
     ADAPTERS,
-    ADMIN_KEYS,
     ENGINE_MODULE,
     LOCALHOST,
     ReplicaHost,

@@ -29,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.terminal import hang_up
 from jitney.engine.fleet.build import FleetParts, open_fleet
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.fleet import Fleet
@@ -45,7 +46,7 @@ from jitney.engine.fleet.page import fleet_page_routes
 from jitney.engine.fleet.reread import FleetReader
 from jitney.engine.fleet.rollout.rollout import Rollout
 from jitney.engine.fleet.sections import CandidateSection, ReplicasSection
-from jitney.engine.server import HttpServer, ServerSettings, hang_up
+from jitney.engine.server import HttpServer, ServerSettings
 
 _log = logging.getLogger("jitney.fleet")
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
-from jitney.engine.core import ModelConfig, tiny_config
+from jitney.engine.core import ModelConfig, ModelSource
 from jitney.engine.lab.simulation.roofline import SHAPES
 
 #: Start of the note in a row with wrong answers.
@@ -93,7 +93,9 @@ class PartJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def config(self) -> ModelConfig:
-        return tiny_config() if self.shape == self.TINY else SHAPES[self.shape]
+        if self.shape == self.TINY:
+            return ModelSource.resolve("tiny-random").config
+        return SHAPES[self.shape]
 
     @property
     def sizes(self) -> Sizes:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import signal
 import ssl
-import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from msgspec.structs import asdict
 from jitney.engine.common.errors import ConfigError, JitneyError
 from jitney.engine.common.key_file import read_key_file
 from jitney.engine.common.requests import JsonDict
+from jitney.engine.common.terminal import hang_up
 from jitney.engine.config import ServerSection
 from jitney.engine.server.http.listen import AcceptedKeys, check_tls, load_certificate
 
@@ -238,29 +237,6 @@ class Reloader:
             await self()
         except JitneyError as error:
             _log.error("NOTHING WAS READ AGAIN, and all is as it was: %s", error)
-
-
-def hang_up(stop: Callable[[int], None], reload: Callable[[], None]) -> Callable[[], None]:
-    """A handler of SIGHUP: `reload`, or `stop` if the terminal that there was is gone, which sends
-    it too.
-    """
-    has_terminal = _has_terminal()
-
-    def handle() -> None:
-        if has_terminal and not _has_terminal():
-            stop(signal.SIGHUP)
-        else:
-            reload()
-
-    return handle
-
-
-def _has_terminal() -> bool:
-    """Whether stderr is an open terminal."""
-    try:
-        return os.isatty(sys.stderr.fileno())
-    except (OSError, ValueError):
-        return False
 
 
 def _certificate_digest(server: ServerSection) -> bytes:

@@ -487,7 +487,7 @@ async def test_a_signal_reads_again_unless_the_terminal_is_gone(
 ):
     """The end of a terminal is told by the same signal."""
     terminal = iter([has_terminal, False])
-    monkeypatch.setattr("jitney.engine.server.http.reloader._has_terminal", lambda: next(terminal))
+    monkeypatch.setattr("jitney.engine.common.terminal._has_terminal", lambda: next(terminal))
     read, stopped = asyncio.Event(), asyncio.Event()
 
     def read_again() -> FreshSettings:
