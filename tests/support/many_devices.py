@@ -17,7 +17,7 @@ from places import SUPPORT
 from jitney.engine.common.cache_folder import compilation_cache_dir
 
 #: Most seconds of a program; on a busy machine programs compile for minutes.
-_LIMIT_S = 570
+_LIMIT_S = 1170
 
 
 def run_on_devices(

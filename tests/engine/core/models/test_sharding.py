@@ -59,7 +59,7 @@ CASES = (
 
 
 # The program compiles for minutes where processors are busy.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 #: What a job is told of dtype, scheme and pools.
 PLAIN, INT8 = ("float32", "plain", ""), ("float32", "int8", "")

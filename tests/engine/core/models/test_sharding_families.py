@@ -17,7 +17,7 @@ from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
 
 # The programs compile for minutes where processors are busy.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 #: A decoder of each class of models; an encoder is served on one device.
 NAMES = [
