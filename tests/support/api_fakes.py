@@ -268,7 +268,7 @@ class FakeClient:
         sampling, first = request.sampling, position == 0
         ended = bool(last and new and new[-1] == EOS)
         prompt_logprobs = None
-        if first and index == 0 and sampling.prompt_logprobs is not None:
+        if first and sampling.prompt_logprobs is not None:
             scores = [score(token, sampling.prompt_logprobs) for token in request.prompt[1:]]
             prompt_logprobs = PromptLogprobs.of([None, *scores])
         return SequenceOutput(

@@ -137,7 +137,7 @@ class PromptEcho:
     tokens: TokenList
     #: As wide as `prompt_logprobs` asks for; None where it does not.
     scores: _Scores | None = None
-    #: Both are filled with the first output token, and become `tokens.scores` and `scores`.
+    #: Comes with a sequence's first output token, and becomes `tokens.scores` and `scores`.
     logprobs: PromptLogprobs | None = None
 
     @classmethod
@@ -163,8 +163,10 @@ class PromptEcho:
         self.text = "".join(texts) if prompt.text is None else prompt.text
 
     def take_scores(self) -> Work[None]:
+        """Fill the scores, unless they are filled: each sequence of the prompt brings them."""
         entries, self.logprobs = self.logprobs or (), None
-        receivers = [scores for scores in (self.tokens.scores, self.scores) if scores is not None]
+        both = self.tokens.scores, self.scores
+        receivers = [scores for scores in both if scores is not None and not scores.chosen]
         for place, entry in enumerate(entries):
             for scores in receivers:
                 scores.append(entry)

@@ -85,6 +85,15 @@ def test_prompt_logprobs_of_chats_stand_beside_the_choices():
     assert "prompt_logprobs" not in ask(CHATS, CHAT).json()
 
 
+def test_prompt_logprobs_come_with_each_sequence_and_stand_once():
+    fields = {"prompt_logprobs": 1, "echo": True, "logprobs": 1, "n": 2, "max_tokens": 1}
+    body = ask(COMPLETIONS, PROMPT | fields, FakeClient(Script("Z", delay_s=0.01))).json()
+    for choice in body["choices"]:
+        assert len(choice["prompt_logprobs"]) == 2
+        assert choice["logprobs"]["tokens"] == ["a", "b", "Z"]
+        assert choice["logprobs"]["token_logprobs"] == [None, -0.098, -0.09]
+
+
 def test_prompt_logprobs_beside_echo():
     client = FakeClient(Script("Z"))
     fields = {"prompt_logprobs": 2, "echo": True, "logprobs": 1}
