@@ -12,7 +12,7 @@ from typing import Annotated, Self
 import msgspec
 
 from jitney.engine.fleet.forwarding import STREAMS
-from jitney.engine.fleet.request import ProxiedRequest
+from jitney.engine.fleet.request import WRITING, ProxiedRequest
 
 _JSON = "application/json"
 #: Start of the data of a server-sent event; data of the last event in some forms.
@@ -26,6 +26,7 @@ _ENDS = (
     b"response.failed",
     b'"done":true',
     b'"done": true',
+    b'"stop":true',
 )
 #: Prefix of Ollama's routes, which stream unless the request disables it.
 _OLLAMA = "/api/"
@@ -69,6 +70,22 @@ class _Generated(msgspec.Struct):
     response: str
 
 
+class _Vectors(msgspec.Struct):
+    embeddings: list[msgspec.Raw]
+
+
+class _Vector(msgspec.Struct):
+    embedding: list[msgspec.Raw]
+
+
+class _Data(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+class _Results(msgspec.Struct):
+    results: list[msgspec.Raw]
+
+
 class _Answer(msgspec.Struct):
     """Any JSON object."""
 
@@ -81,6 +98,14 @@ _SHAPES: Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]] = {
     "/v1/messages": (_Turn, _Event),
     "/api/chat": (_Message, _Message),
     "/api/generate": (_Generated, _Generated),
+    "/api/embed": (_Vectors, _Answer),
+    "/api/embeddings": (_Vector, _Answer),
+    "/v1/embeddings": (_Data, _Answer),
+    "/v1/score": (_Data, _Answer),
+    "/score": (_Data, _Answer),
+    "/v1/rerank": (_Results, _Answer),
+    "/v2/rerank": (_Results, _Answer),
+    "/rerank": (_Results, _Answer),
 }
 
 
@@ -88,28 +113,26 @@ _SHAPES: Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]] = {
 class AnswerShape:
     """The form that the answer to one request must have."""
 
-    #: Form of an answer without streaming; None: any JSON.
-    _plain: type[msgspec.Struct] | None
+    #: Form of an answer without streaming, and of an event of a stream.
+    _plain: type[msgspec.Struct]
     _event: type[msgspec.Struct]
     #: Whether the client asked for a stream.
     streams: bool
 
     @classmethod
     def of(cls, request: ProxiedRequest) -> Self:
-        plain, event = _SHAPES.get(request.route, (None, _Answer))
+        plain, event = _SHAPES.get(request.route, (_Answer, _Answer))
         stream = request.fields.get("stream")
-        by_default = plain is not None and request.route.startswith(_OLLAMA)
-        return cls(plain, event, stream is True or (by_default and stream is not False))
+        asks = stream is True or (stream is None and request.route.startswith(_OLLAMA))
+        return cls(plain, event, request.route in WRITING and asks)
 
     def is_of_its_kind(self, media_type: str) -> bool:
         """Whether an answer of status 200 may have this media type."""
-        if self._plain is None:
-            return media_type in STREAMS or media_type == _JSON
         return media_type in STREAMS if self.streams else media_type == _JSON
 
     def fits(self, body: bytes) -> bool:
         """Whether the complete body of a 200 without streaming is an answer of the route."""
-        return self._plain is None or _is_json(body, self._plain)
+        return _is_json(body, self._plain)
 
     @staticmethod
     def is_error(body: bytes) -> bool:

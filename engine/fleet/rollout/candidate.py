@@ -34,8 +34,8 @@ from jitney.engine.fleet.rollout.measuring import UsageWatch
 from jitney.engine.fleet.rollout.rollout import Action, KeyPlace, Rollout
 from jitney.engine.server import ErrorReply, HttpError
 
-#: Routes whose answers are compared, except background requests; requests of all routes go to
-#: their key's arm.
+#: Routes whose speed is compared, except background requests. All routes go to their key's arm, and
+#: their failures are compared.
 _COMPARED = WRITING - {"/infill"}
 #: Characters of a prompt that are its key if a request names no user.
 _KEY_CHARS = 1024
@@ -177,17 +177,23 @@ class ModelWithCandidate:
             raise
         finally:
             outcome = watch.end()
-            if outcome is not None and not self._is_busier(place.arm, watch):
+            if outcome is not None and not self._is_no_fault(place.arm, watch):
                 self._observe(place, request, outcome)
 
     def _observe(self, place: KeyPlace, request: ProxiedRequest, outcome: RequestOutcome) -> None:
-        if request.route in _COMPARED and not request.background:
-            self.rollout.observe(place, outcome)
+        if request.background or request.route not in _COMPARED:
+            outcome = RequestOutcome(outcome.ok)
+        self.rollout.observe(place, outcome)
 
-    def _is_busier(self, arm: ArmName, watch: _AnswerWatch) -> bool:
-        """Whether the busier arm refused: such a refusal does not count against its engines."""
+    def _is_no_fault(self, arm: ArmName, watch: _AnswerWatch) -> bool:
+        """Whether a refusal does not count against the arm's engines: the busier arm refused, or
+        they refused a background request, which yields to others and is sent again.
+        """
+        if not watch.is_full:
+            return False
         other: ArmName = "stable" if arm == "candidate" else "candidate"
-        return watch.is_full and self._load(arm) > self._load(other) and self.arm(other).ready
+        is_busier = self._load(arm) > self._load(other) and self.arm(other).ready
+        return is_busier or watch.request.background
 
     def _load(self, arm: ArmName) -> float:
         """Mean requests at an arm's ready engines."""

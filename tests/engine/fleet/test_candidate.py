@@ -32,6 +32,7 @@ from jitney.engine.fleet.metrics import FleetMetrics
 from jitney.engine.fleet.replicas import Replica
 from jitney.engine.fleet.request import ProxiedRequest
 from jitney.engine.fleet.rollout import rollout_keeper
+from jitney.engine.fleet.rollout.answer_shape import AnswerShape
 from jitney.engine.fleet.rollout.candidate import ModelWithCandidate, _key_of, _Pace, _Wait
 from jitney.engine.fleet.rollout.comparison import ARMS, FIGURES, ArmName, RequestOutcome
 from jitney.engine.fleet.rollout.rollout import KeyPlace, PromotionRule, Rollout
@@ -90,10 +91,12 @@ class Arms:
     def arm_of(self, user: str) -> ArmName:
         return self.model.rollout.place(_key_of(asked(user=user))).arm
 
-    def ask(self, http: httpx.Client, user: str, **fields: Any) -> str:
+    def ask(
+        self, http: httpx.Client, user: str, path: str = "/v1/completions", **fields: Any
+    ) -> str:
         """The name of the engine that answered."""
         body = {"model": "m", "prompt": "Where to?", "max_tokens": TOKENS, "user": user} | fields
-        answer = http.post("/v1/completions", json=body)
+        answer = http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.headers["x-jitney-replica"]
 
@@ -309,53 +312,61 @@ def beside(folder: Path, wrong: Wrong, share: float, timeout_s: float) -> Iterat
             yield Arms(fleet, one, wrong.engine)
 
 
+PLAIN: dict[str, Any] = {"stream": False}
+STREAMED: dict[str, Any] = {"stream": True}
+EMBEDDING: dict[str, Any] = {"path": "/v1/embeddings", "input": "a", "prompt": None}
+
+
 @pytest.mark.parametrize(
     ("timeout_s", "cases"),
     [
         (
             60.0,
             [
-                (False, Wrong()),
-                (True, Wrong()),
-                (False, Wrong(media_type="application/json", body=b'{"ok":true}')),
+                (PLAIN, Wrong()),
+                (STREAMED, Wrong()),
+                (PLAIN, Wrong(media_type="application/json", body=b'{"ok":true}')),
                 (
-                    True,
+                    STREAMED,
                     Wrong(media_type="application/json", body=b'{"choices":[{"text":"plain"}]}'),
                 ),
-                (True, Wrong(media_type=STREAM, body=b"")),
-                (True, Wrong(media_type=STREAM, body=b"data: {}\n\ndata: [DONE]\n\n")),
-                (True, Wrong(media_type=STREAM, body=b'data: {"error":{"message":"no"}}\n\n')),
-                (False, Wrong(status=302)),
-                (False, Wrong(status=404)),
-                (False, Wrong(404, "application/json", b'{"detail":"Not Found"}')),
+                (STREAMED, Wrong(media_type=STREAM, body=b"")),
+                (STREAMED, Wrong(media_type=STREAM, body=b"data: {}\n\ndata: [DONE]\n\n")),
+                (STREAMED, Wrong(media_type=STREAM, body=b'data: {"error":{"message":"no"}}\n\n')),
+                (PLAIN, Wrong(status=302)),
+                (PLAIN, Wrong(status=404)),
+                (PLAIN, Wrong(404, "application/json", b'{"detail":"Not Found"}')),
+                (EMBEDDING, Wrong(500, "application/json", b'{"error":{"message":"no"}}')),
+                (EMBEDDING, Wrong(media_type="application/json", body=b'{"ok":true}')),
             ],
         ),
         (
-            2.0,
+            1.0,
             [
-                (False, Wrong(body=b"", hangs=True)),
-                (True, Wrong(body=b"", hangs=True)),
-                (True, Wrong(media_type=STREAM, body=b": keep-alive\n\n", hangs=True)),
+                (PLAIN, Wrong(body=b"", hangs=True)),
+                (EMBEDDING, Wrong(body=b"", hangs=True)),
+                (STREAMED, Wrong(body=b"", hangs=True)),
+                (STREAMED, Wrong(media_type=STREAM, body=b": keep-alive\n\n", hangs=True)),
             ],
         ),
     ],
     ids=["answers", "hangs"],
 )
 def test_what_is_no_answer_of_the_api_is_counted_and_nobody_notices(
-    tmp_path: Path, timeout_s: float, cases: list[tuple[bool, Wrong]]
+    tmp_path: Path, timeout_s: float, cases: list[tuple[dict[str, Any], Wrong]]
 ):
     wrong = Wrong()
     with beside(tmp_path, wrong, 0.5, timeout_s) as found, found.served.http() as http:
         users = [f"user-{number}" for number in range(40)]
         moved = [user for user in users if found.arm_of(user) == "candidate"][:4]
         stay = [user for user in users if found.arm_of(user) == "stable"][:4]
-        for stream, case in cases:
+        for fields, case in cases:
             wrong.becomes(case)
             found.model.rollout.decide("restart")
             comparison = found.model.rollout.comparison
 
-            def ask(user: str, stream: bool = stream) -> str:
-                return found.ask(http, user, stream=stream)
+            def ask(user: str, fields: dict[str, Any] = fields) -> str:
+                return found.ask(http, user, **fields)
 
             with ThreadPoolExecutor(len(moved)) as pool:
                 assert {ask(user) for user in stay} == {found.stable.name}
@@ -488,19 +499,46 @@ def test_what_loads_after_a_decision_by_hand_is_no_failure(tmp_path: Path):
         until(lambda: found.model.rollout.comparison.requests("candidate") == len(asked))
 
 
-def test_streams_are_measured_as_they_pass_and_batches_and_mistakes_are_not(tmp_path: Path):
-    """How long lines of batches take says how much people ask for, and nothing of an engine."""
+@pytest.mark.parametrize("full, counted", [(False, 1), (True, 0)])
+def test_a_background_line_that_fails_counts_and_one_that_finds_no_room_does_not(
+    tmp_path: Path, full: bool, counted: int
+):
+    code = "queue_full" if full else "internal_error"
+    failing = FakeEngine(FakeClient(Script(error=ErrorInfo(code, "no"))))
+    line = {"x-jitney-background": "1"}
+    with (
+        arms(tmp_path, candidate=failing, rule="share = 0.99") as found,
+        found.served.http(headers=line) as batch,
+    ):
+        assert found.ask(batch, "user-1") == found.stable.name
+        assert failing.client.requests
+        assert found.model.rollout.comparison.requests("candidate") == counted
+
+
+def test_a_stream_of_infill_is_whole_with_its_last_event():
+    last = b'data: {"index":0,"content":"","tokens":[],"stop":true,"stop_type":"eos"}'
+    assert AnswerShape.ends(last)
+    assert not AnswerShape.ends(b'data: {"index":0,"content":"\\"stop\\":true","stop":false}')
+
+
+def test_streams_are_measured_as_they_pass_and_mistakes_are_not(tmp_path: Path):
+    """Lines of batches yield to other requests: how long they take says nothing of an engine."""
     line = {"x-jitney-background": "1"}
     with arms(tmp_path) as found, found.served.http() as http:
         comparison = found.model.rollout.comparison
         with found.served.http(headers=line) as batch:
             names = {found.ask(batch, f"user-{number}") for number in range(8)}
         assert names == {found.stable.name, found.candidate.name}
+        until(lambda: sum(map(comparison.requests, ARMS)) == 8)
+        assert {comparison.level(arm, "errors") for arm in ARMS} == {0.0}
+        assert {comparison.level(arm, "tokens_per_s") for arm in ARMS} == {None}
         for number in range(8):
             body = {"model": "m", "prompt": "a", "max_tokens": -1, "user": f"user-{number}"}
             assert http.post("/v1/completions", json=body).status_code == 400
-        assert [comparison.requests(arm) for arm in ARMS] == [0, 0]
+        assert sum(map(comparison.requests, ARMS)) == 8
 
+        found.model.rollout.decide("restart")
+        comparison = found.model.rollout.comparison
         for number in range(8):
             found.ask(http, f"user-{number}", stream=True)
         until(lambda: sum(map(comparison.requests, ARMS)) == 8)
