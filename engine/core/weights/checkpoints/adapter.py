@@ -24,6 +24,26 @@ _HALVES = frozenset("AB")
 #: The largest float16; larger numbers or scales mean that an adapter is damaged.
 _LARGEST = 65504.0
 _LARGEST_RANK = 1 << 16
+#: Fields that change what the tensors mean, or the model; they must be absent, false or empty.
+_NOT_SERVED = (
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "arrow_config",
+    "fan_in_fan_out",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+#: Initialisations that leave the model's own weights as they are. Others, such as "pissa", take
+#: from them what A and B begin with; PEFT writes true for an adapter that it has converted.
+_INITIALISATIONS = frozenset({"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"})
 
 
 class _AdapterConfig(msgspec.Struct):
@@ -36,14 +56,8 @@ class _AdapterConfig(msgspec.Struct):
     peft_type: str = ""
     #: The scale is alpha / sqrt(r), not alpha / r.
     use_rslora: bool = False
-    # Options of other methods, which are not supported.
-    use_dora: bool = False
-    fan_in_fan_out: bool = False
     bias: str = "none"
-    modules_to_save: list[str] | None = None
-    #: Ranks and alphas of single modules; must be empty.
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
+    init_lora_weights: str | bool | None = True
 
     @property
     def scale(self) -> float:
@@ -55,19 +69,19 @@ class _AdapterConfig(msgspec.Struct):
             raise ModelError(f"peft_type is {self.peft_type or 'not given'}; only LORA is served")
         if not 1 <= self.r <= _LARGEST_RANK:
             raise ModelError(f"{_CONFIG}: r must be at least 1 and at most {_LARGEST_RANK}")
-        if not abs(self.scale) <= _LARGEST:
+        if not 0 < abs(self.scale) <= _LARGEST:
             raise ModelError(
                 f"{_CONFIG}: lora_alpha {self.lora_alpha:g} with r {self.r} scales by "
-                f"{self.scale:g}; it must be a finite number of at most {_LARGEST:g}"
+                f"{self.scale:g}; it must be a finite number other than 0, of at most {_LARGEST:g}"
             )
-        for name in ("use_dora", "fan_in_fan_out"):
-            if getattr(self, name):
-                raise ModelError(f"{name} is not served")
         if self.bias != "none":
             raise ModelError(f"bias {self.bias} is not served, only none")
-        for name in ("modules_to_save", "rank_pattern", "alpha_pattern"):
-            if getattr(self, name):
-                raise ModelError(f"{name} is not served; it must be empty")
+        if str(self.init_lora_weights).lower() not in _INITIALISATIONS:
+            raise ModelError(
+                f"init_lora_weights {self.init_lora_weights} is not served, since it changes the "
+                "model's own weights; save the adapter with PEFT's "
+                "path_initial_model_for_weight_conversion, or serve the merged model"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +178,12 @@ def _check_ranks(rank: int, tensors: SafetensorsFolder, modules: dict[str, dict[
 
 
 def _config_of(folder: Path) -> _AdapterConfig:
+    fields = read_json(folder, _CONFIG)
+    for name in _NOT_SERVED:
+        if fields.get(name):
+            raise ModelError(f"{name} is not served; train without it, or serve the merged model")
     try:
-        return msgspec.convert(read_json(folder, _CONFIG), _AdapterConfig)
+        return msgspec.convert(fields, _AdapterConfig)
     except msgspec.ValidationError as error:
         raise ModelError(f"{_CONFIG}: {error}") from error
 

@@ -121,8 +121,24 @@ FIRST = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
         (told(peft_type="LOHA"), "peft_type is LOHA; only LORA is served"),
         (told(use_dora=True), "use_dora is not served"),
         (told(bias="all"), "bias all is not served, only none"),
-        (told(modules_to_save=["lm_head"]), "modules_to_save is not served; it must be empty"),
+        (told(modules_to_save=["lm_head"]), "modules_to_save is not served; train without it"),
         (told(rank_pattern={"q_proj": 2}), "rank_pattern is not served"),
+        (told(alora_invocation_tokens=[5, 6]), "alora_invocation_tokens is not served"),
+        (told(layer_replication=[[0, 4], [2, 5]]), "layer_replication is not served"),
+        (told(target_parameters=["experts.down_proj"]), "target_parameters is not served"),
+        (told(trainable_token_indices=[3]), "trainable_token_indices is not served"),
+        (told(use_qalora=True), "use_qalora is not served"),
+        (told(use_bdlora={"nblocks": 2}), "use_bdlora is not served"),
+        (told(kasa_config={"beta": 1}), "kasa_config is not served"),
+        (told(arrow_config={"top_k": 3}), "arrow_config is not served"),
+        (told(lora_bias=True), "lora_bias is not served"),
+        (told(init_lora_weights="pissa"), "init_lora_weights pissa is not served"),
+        (told(init_lora_weights="pissa_niter_16"), "init_lora_weights pissa_niter_16 is not"),
+        (told(init_lora_weights="olora"), "path_initial_model_for_weight_conversion"),
+        (told(init_lora_weights="corda"), "init_lora_weights corda is not served"),
+        (told(init_lora_weights="loftq"), "init_lora_weights loftq is not served"),
+        (told(init_lora_weights="lora_ga"), "init_lora_weights lora_ga is not served"),
+        (told(lora_alpha=0), f"{CONFIG}: lora_alpha 0 with r 4 scales by 0; it must be"),
         (told(r=0), "r must be at least 1"),
         (told(r="many"), "adapter_config.json: Expected `int`, got `str`"),
         (told(r=64), f"{TENSORS}: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight has"),
@@ -148,6 +164,29 @@ def test_what_is_not_served_is_refused_by_name(
         Adapter.read("fr", str(folder))
     assert str(raised.value).startswith("adapter fr: ")
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("initial", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_fields_that_matter_only_for_training_are_accepted(
+    tmp_path: Path, config: ModelConfig, initial: object
+):
+    folder = write_adapter(
+        tmp_path / "fr",
+        config,
+        1,
+        init_lora_weights=initial,
+        lora_dropout=0.1,
+        velora_config={"num_groups": 2},
+        monteclora_config={"num_samples": 8},
+        loftq_config={},
+        use_qalora=False,
+        qalora_group_size=16,
+        layer_replication=None,
+        layers_to_transform=[0, 1],
+        megatron_core="megatron.core",
+        target_modules=["q_proj"],
+    )
+    assert Adapter.read("fr", str(folder)).scale == 2.0
 
 
 @pytest.mark.parametrize("half", ["A", "B"])
