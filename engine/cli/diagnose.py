@@ -15,6 +15,7 @@ from jitney.engine.cli.diagnosis import COMPLAINTS, Figures, Finding, diagnose
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.scrape import Scrape
+from jitney.engine.common.terminal import visible
 from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -62,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     if args.json:
         print(json.dumps([report.as_json() for report in reports], indent=2))
     else:
-        print("\n".join(line for report in reports for line in report.lines()))
+        print(visible("\n".join(line for report in reports for line in report.lines())))
     return 0
 
 

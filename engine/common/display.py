@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from jitney.engine.common.messages import Progress
-from jitney.engine.common.terminal import console, visible
+from jitney.engine.common.terminal import VisibleFormatter, console
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -40,13 +40,6 @@ def make_display(log_level: str = "info") -> Display:
     """The display for standard error; also sets up logging."""
     level = log_level.upper()
     return _Bars(level) if sys.stderr.isatty() else _Lines(level)
-
-
-class _Formatter(logging.Formatter):
-    """Escapes control characters, which foreign names and messages may hold."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
 
 
 class _Pace:
@@ -82,7 +75,7 @@ class _Lines:
 
     def __init__(self, level: str = "INFO") -> None:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        handler.setFormatter(VisibleFormatter())
         logging.basicConfig(level=level, handlers=[handler])
         _quiet_libraries()
         self._pace = _Pace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -29,6 +30,16 @@ def visible(text: str) -> str:
 def visible_on_terminal(text: str) -> str:
     """`visible` if standard output is a terminal, else the text unchanged."""
     return visible(text) if sys.stdout.isatty() else text
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats log lines; escapes control characters, which foreign names and messages may hold."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(name)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def console(**options: Any) -> Console:

@@ -23,6 +23,7 @@ from jitney.engine.common import messages
 from jitney.engine.common.core_start import Start, remove_folder
 from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import JitneyError, RequestError
+from jitney.engine.common.terminal import VisibleFormatter
 from jitney.engine.config import Config
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
@@ -53,11 +54,9 @@ def main() -> int:
     # These signals reach the whole group; the parent drains, and then sends Shutdown.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(name)s %(levelname)s %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(VisibleFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # At INFO it names the platforms that are absent.
     logging.getLogger("jax").setLevel(logging.WARNING)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)

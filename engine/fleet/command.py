@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.extras import how_to_install
+from jitney.engine.common.terminal import visible
 from jitney.engine.config import Command, Flag, FlagGroup
 from jitney.engine.server import HttpServer
 
@@ -197,7 +198,7 @@ class _Serving:
         """Start the engines, print the addresses, and keep the engines running."""
         await self.engines.start()
         url = self.http.url
-        print(f"Jitney's fleet serves {', '.join(self.fleet.models)}", flush=True)
+        print(visible(f"Jitney's fleet serves {', '.join(self.fleet.models)}"), flush=True)
         print(f"  endpoint  {url}/v1", flush=True)
         print(f"  engines   {url}/fleet/replicas", flush=True)
         print(f"  page      {url}{_PAGE}/", flush=True)

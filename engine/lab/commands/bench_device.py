@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.platforms import check_platform
-from jitney.engine.common.terminal import say
+from jitney.engine.common.terminal import say, visible
 from jitney.engine.config import Arguments, Command, EngineSection, Flag, FlagGroup, settings
 from jitney.engine.lab.device.parts import PARTS
 from jitney.engine.lab.device.report import DeviceReport
@@ -90,10 +90,10 @@ def bench_device(arguments: Sequence[str]) -> int:
         files.bring(_folder("--from", args.earlier))
     results = _plan_from(args).measure(files, say)
     report = DeviceReport(results)
-    print("\n".join(report.part_table()))
+    print(visible("\n".join(report.part_table())))
     if results.real:
         print("\n".join(report.goal_table()))
-    print(report.numerics())
+    print(visible(report.numerics()))
     choice = report.prompt_choice()
     if choice is not None:
         print(_choice_line(choice))

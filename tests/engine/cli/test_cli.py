@@ -5,6 +5,7 @@ do.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import socket
@@ -441,7 +442,7 @@ def test_a_page_of_no_address_is_refused(word: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("text", ["\x1b]0;mine\x07\x1b[2J", "a\x9b31mb", "x\x7f\r"])
 def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureFixture[str]):
     from jitney.engine.common.reports.page import Table
-    from jitney.engine.common.terminal import say
+    from jitney.engine.common.terminal import VisibleFormatter, say
 
     def shown() -> str:
         out, err = capsys.readouterr()
@@ -453,7 +454,8 @@ def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureF
     Table(["name"], [[text]]).print(text)
     table = shown()
     assert main(["top", f"http://{text}"]) != 0
-    for printed in (escaped, table, shown()):
+    logged = VisibleFormatter().format(logging.makeLogRecord({"msg": text}))
+    for printed in (escaped, table, shown(), logged):
         assert not foreign & set(printed)
     for character in foreign:
         assert f"\\x{ord(character):02x}" in escaped

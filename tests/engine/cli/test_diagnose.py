@@ -11,7 +11,7 @@ from api_fakes import FakeClient, Script, make_app, served, until
 from fleet_engines import FakeEngine, engines, fleet_of, toml
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -104,6 +104,22 @@ def test_each_engine_of_a_fleet_is_watched_and_told_apart(tmp_path: Path, capsys
     assert [report["engine"].split(", ")[1] for report in reports] == [one.name for one in fakes]
     for report in reports:
         assert report["note"].startswith("in the fleet: ready") and report["figures"]["up"] == 1
+
+
+def test_the_reason_of_a_fleet_is_shown_and_not_obeyed(capsys):
+    async def metrics(request: Request) -> Response:
+        return Response('jitney_fleet_replicas{model="m"} 1\n')
+
+    async def replicas(request: Request) -> Response:
+        one = {"name": "a\x9b31m", "state": "gone", "reason": "\x1b[2J\x07", "load": 0}
+        return JSONResponse({"models": {"m": [one]}})
+
+    routes = [Route("/metrics", metrics), Route("/fleet/replicas", replicas)]
+    with served(Starlette(routes=routes)) as (url, _):
+        assert main(["diagnose", url, "--seconds", "0.1"]) == 0
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\x9b"} & set(printed)
+    assert "a\\x9b31m" in printed and "gone (\\x1b[2J\\x07)" in printed
 
 
 def test_an_engine_of_a_fleet_that_takes_no_requests_is_told_of_and_not_watched(
