@@ -293,7 +293,7 @@ def _metrics(client: EngineClient, records: np.ndarray, recent: Recent) -> Metri
         "boarded": history.boarded,
         "cached_tokens": history.cached_tokens,
         "finished": dict(history.finished),
-        "rejected": dict(history.rejected),
+        "rejected": dict(history.incidents.rejected),
         "step_s": round(step_s, 6),
         "gap_s": round(counters.host_gap_seconds.total, 6),
         "longest_step_s": _longest_step(records),

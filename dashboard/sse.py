@@ -127,7 +127,7 @@ class Metrics(TypedDict):
     boarded: int  # sequences that got their first seat
     cached_tokens: int  # prompt tokens found in the prefix cache
     finished: dict[str, int]  # sequences by why they ended
-    rejected: dict[str, int]  # refused sequences by error code
+    rejected: dict[str, int]  # refused requests by error code
     step_s: float  # seconds of all steps, gaps included
     gap_s: float  # of them, idle time of the device
     longest_step_s: float | None  # of the steps since the frame before; null for none

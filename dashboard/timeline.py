@@ -238,7 +238,7 @@ class Window:
             columns[name] = parts.highest(records[name])
             yield
         columns["floor_s"] = self._floor(parts, records)
-        columns["refused"] = yield from self._refused(bins, width)
+        columns["refused"] = self._refused(bins)
         latencies = Latencies(self.history, records, ready, self.start, self.end)
         return columns | (yield from latencies.percentiles(bins))
 
@@ -247,14 +247,9 @@ class Window:
         seconds = DeviceUse.least_seconds(self.info, records)
         return None if seconds is None else parts.seconds(seconds)
 
-    def _refused(self, bins: int, width: float) -> Generator[None, None, list[int]]:
-        counts = [0] * bins
-        for place, record in enumerate(self.history.ended(self.start)):
-            if record.refused and record.end <= self.end:
-                counts[min(bins - 1, int((record.end - self.start) / width))] += 1
-            if place % _TOLD == 0:
-                yield
-        return counts
+    def _refused(self, bins: int) -> list[int]:
+        times = [t for t, _ in list(self.history.incidents.refused_tenants)]
+        return np.histogram(times, bins, (self.start, self.end))[0].tolist()
 
 
 def stay_columns(

@@ -375,7 +375,7 @@ class _Rates:
         return {kind: count - first[kind] for kind, count in last.items()}
 
     def refused(self) -> float:
-        """Sequences that were refused within the window."""
+        """Requests that were refused within the window."""
         return self.grown(lambda totals: sum(totals.get("rejected", {}).values()))
 
     def prefix_hits(self) -> float | None:

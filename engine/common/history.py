@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -256,9 +256,8 @@ class History(RequestRecords):
     #: (time, seconds since arrival) of boardings and of first tokens.
     waits: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
     first_tokens: deque[tuple[float, float]] = field(default_factory=_newest(_KEEP_SAMPLES))
-    #: Totals since the start: ends by reason, refusals by code, boardings, cached prompt tokens.
+    #: Totals since the start: ends by reason, boardings, cached prompt tokens.
     finished: dict[str, int] = field(init=False)
-    rejected: dict[str, int] = field(default_factory=Counter)
     boarded: int = 0
     cached_tokens: int = 0
     events: _EventLog = field(default_factory=_EventLog)
@@ -414,9 +413,7 @@ class History(RequestRecords):
     def _end(self, record: RequestRecord, finish: str, code: str, step: int, t: float) -> None:
         seat = record.seat
         super()._end(record, finish, code, step, t)
-        if record.refused:
-            self.rejected[code] += 1
-        else:
+        if not record.refused:  # an answer that refuses it is one of `incidents`
             self.finished[finish] += 1
         self.incidents.stream_flows((record.request_id, record.index), t)
         self._vacate(seat, record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import msgspec
@@ -69,6 +69,8 @@ class Incidents:
         self.outages: deque[_Outage] = deque(maxlen=_KEEP_OUTAGES)
         self.refusals: deque[_Refusals] = deque(maxlen=_KEEP_CROWDS)
         self.troubles: deque[_Trouble] = deque(maxlen=_KEEP_CROWDS)
+        #: Refused requests by code, since the start.
+        self.rejected: Counter[str] = Counter()
         #: (when, tenant) of the newest refusals.
         self.refused_tenants: deque[tuple[float, str]] = deque(maxlen=_KEEP_REFUSED)
         #: Time of the stop signal, and number of open sequences; None: there was none.
@@ -119,8 +121,11 @@ class Incidents:
             outage.flowing = t
 
     def refused(self, status: int, code: str, retry_s: float | None, tenant: str = "") -> None:
-        """Record an answer of 429 or 503. retry_s: its Retry-After; tenant: its key's digest."""
+        """Record an answer of 429 or 503, by the server or by the engine. retry_s: its Retry-After;
+        tenant: its key's digest.
+        """
         now, name = self._clock(), f"{status} {code}".strip()
+        self.rejected[code or str(status)] += 1
         self.refused_tenants.append((now, tenant))
         if not self.refusals or now - self.refusals[-1].newest > _CALM_S:
             self.refusals.append(_Refusals(now, now))

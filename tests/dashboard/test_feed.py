@@ -7,10 +7,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from api_fakes import FakeClient, Script, call, make_app
 from engine_infos import changed
 from page_fakes import viewers_of
 from sliced_work import at_once
@@ -20,7 +22,7 @@ from jitney.dashboard import snapshot, sse, timeline
 from jitney.dashboard.feed import Feed
 from jitney.dashboard.viewers import _QUEUE, TooManyViewers, Viewer
 from jitney.engine.common.engine_info import KernelProof, Seat
-from jitney.engine.common.errors import RequestError
+from jitney.engine.common.errors import ErrorInfo, RequestError
 from jitney.engine.common.messages import Progress, SeatMap, SequenceEvent, StepReport
 from jitney.engine.common.outputs import SequenceOutput
 from jitney.engine.common.records import ROW_KINDS
@@ -379,6 +381,31 @@ async def test_refusals_are_told_from_the_first_with_their_number_and_reason(cli
     assert later["message"].startswith("1 request") and "429 rate_limit" in later["message"]
     kept = (await watch(Feed(client), 2))[1][1]["notes"]
     assert kept == [other, later]
+
+
+async def test_every_refused_request_counts_once_whoever_refuses_it():
+    """Seven by the limit of their key, one with two sequences by the engine."""
+    gate = threading.Event()
+    client = FakeClient()
+    client.scripts = [Script(gate=gate), Script(error=ErrorInfo("queue_full", "full"))]
+    app = make_app(client, key_max_concurrent=2)
+    history, began = client.history, client.history.clock()
+
+    async def ask() -> int:
+        body = {"model": "m", "prompt": "Hi", "max_tokens": 4, "n": 2}
+        return (await call(app, "/v1/completions", body)).status
+
+    first = asyncio.create_task(ask())
+    while not client.requests:
+        await asyncio.sleep(0.001)
+    assert [await ask() for _ in range(7)] == [429] * 7
+    gate.set()
+    assert [await first, await ask()] == [200, 429]
+    _, (_, frame) = await watch(Feed(client), 2)
+    assert frame["metrics"]["rejected"] == {"rate_limit": 7, "queue_full": 1}
+    assert [note["hit"] for note in frame["notes"]] == [{"refused": 8}]
+    bins = at_once(timeline.Window(history, began, history.clock()).binned(3))
+    assert sum(bins["refused"]) == 8
 
 
 async def test_kernels_taken_out_are_told_once_for_each_engine(client):

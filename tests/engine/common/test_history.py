@@ -90,12 +90,14 @@ def test_life_is_told_in_order():
     assert watched.history.events.since(3) == events[3:] and watched.history.events.since(4) == []
 
 
-def test_refusals_are_counted_apart():
+def test_refusals_are_no_ends():
+    """And the answers that refuse them are counted, not their sequences."""
     watched = Watched(max_requests=1)
     for number in range(8):
         watched.add(f"r{number}", [1, 2], max_tokens=2, ignore_eos=True)
     watched.step()
-    assert watched.history.rejected == {"queue_full": 3}
+    assert not watched.history.incidents.rejected
+    assert sum(record.refused for record in watched.history.newest()) == 3
     while watched.core.has_work:
         watched.step()
     assert watched.history.finished["length"] == 5 and watched.history.finished["error"] == 0
