@@ -354,8 +354,19 @@ class EngineCore:
         """Plan and launch the next step, then fetch and commit the one before it.
 
         After a failed step all sequences wait again, and the scheduler finds the one to blame
-        (`Scheduler.step_failed`). If the runner cannot recover, its exception is raised.
+        (`Scheduler.step_failed`). If the runner cannot recover, its exception is raised. After an
+        interrupt, which is raised again, all sequences wait again, too.
         """
+        try:
+            return self._step()
+        except KeyboardInterrupt:
+            # Not all that was planned may be launched, and not all results may be committed.
+            self._forget_launched(InterruptedError("a step was interrupted"))
+            self.scheduler.sequences.start_all_over(self.clock())
+            raise
+
+    def _step(self) -> StepReport:
+        """See `step`."""
         previous, self._flight = self._flight, None
         started = self.clock()
         served = self.intake.tend_adapters(lambda: self.open_adapters)
@@ -454,12 +465,16 @@ class EngineCore:
     def _recover(self, failure: _Failure) -> None:
         """Recover from a failed step; drops the step launched after it."""
         plan, error = failure.plan, failure.error
-        self._flight = self._ready = None
         sequences = len({chunk.seq for chunk in plan.chunks})
         _log.error("step %d failed with %d sequences", plan.number, sequences, exc_info=error)
-        self.runner.restore(error)
+        self._forget_launched(error)
         out_of_memory = isinstance(error, MemoryError) or _OUT_OF_MEMORY in str(error)
         self.scheduler.step_failed(plan, self.clock(), out_of_memory=out_of_memory)
+
+    def _forget_launched(self, error: Exception) -> None:
+        """Drop the launched steps, and reset the device state after `error`."""
+        self._flight = self._ready = None
+        self.runner.restore(error)
 
     def _launch(self, plan: Plan, started: float, *, is_cut: bool) -> _Flight:
         """Pack a plan and start its step. is_cut: in segments."""

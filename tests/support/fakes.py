@@ -317,7 +317,7 @@ class FakeRunner:
 
     def restore(self, error: Exception) -> None:
         """Clear all pages, so that reading them gives wrong tokens."""
-        if not isinstance(error, StepFailed):
+        if not isinstance(error, (StepFailed, InterruptedError)):
             raise error  # a broken rule of the fake device
         self.tokens[:] = self.positions[:] = -1
         self.last_token = [-1] * len(self.last_token)

@@ -240,6 +240,35 @@ def test_a_step_that_fails_between_two_segments_has_seated_nobody():
     assert {end.finish for end in ends_of(core.run_until_idle()).values()} == {"length"}
 
 
+@pytest.mark.parametrize(
+    ("method", "segments"),
+    [("batch", 1), ("launch", 1), ("fetch", 1), ("finish", 4), ("launch", 4), ("fetch", 4)],
+)
+def test_an_interrupted_step_loses_no_tokens(method: str, segments: int):
+    """Also where it was planned, and its pages can be found, but not all of it was launched."""
+    core = make_core(seats=4, pages=70, context=128, segments=segments)
+    requests = [make_request("long", [5] * 100), make_request("short", [6] * 3)]
+    core.add(requests[0])
+    core.step()
+    if method != "finish":  # else it goes between two segments
+        core.add(requests[1])
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    setattr(core.runner, method, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    delattr(core.runner, method)
+    requests.append(make_request("alike", [5] * 100))
+    for request in requests[1:] if method == "finish" else requests[2:]:
+        core.add(request)
+    outputs = core.run_until_idle()
+    core.check()
+    assert_solo_tokens(requests, outputs)
+    assert {end.finish for end in ends_of(outputs).values()} <= {"length", "stop"}
+
+
 def test_a_short_prompt_that_takes_the_last_seat_goes_between_two_segments():
     core = core_in_a_cut_step(seats=2)
     device_of(core).has_paused = lambda launched: False
