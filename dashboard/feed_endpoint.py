@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from jitney.dashboard.viewers import TooManyViewers, Viewer
-from jitney.engine.server import HttpError, Identity, until_disconnect
+from jitney.engine.server import HttpError, Identity, StreamingWriter, until_disconnect
+
+_HEADERS = {"content-type": "text/event-stream", "x-accel-buffering": "no"}
 
 
 class _FeedSource(Protocol):
@@ -29,13 +31,14 @@ class FeedEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         last_id = Request(scope).headers.get("last-event-id", "")
+        parts = StreamingWriter(send)
         try:
             with self.feed.viewer(last_id, Identity.of(scope)) as viewer:
-                await _start(send)
+                await parts.begin(_HEADERS)
                 if scope["method"] != "HEAD":
-                    await until_disconnect(receive, _send_all(viewer, send))
+                    await until_disconnect(receive, _send_all(viewer, parts))
                 with contextlib.suppress(OSError):
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await parts.end()
         except TooManyViewers as error:
             raise _full(error) from None
 
@@ -44,12 +47,6 @@ def _full(error: TooManyViewers) -> HttpError:
     return HttpError(503, str(error), code="too_many_viewers", headers={"retry-after": "5"})
 
 
-async def _start(send: Send) -> None:
-    headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _send_all(viewer: Viewer, send: Send) -> None:
+async def _send_all(viewer: Viewer, parts: StreamingWriter) -> None:
     async for event in viewer:
-        body = event + viewer.take_queued()  # a write costs more than its bytes
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await parts.write(event + viewer.take_queued())  # a write costs more than its bytes

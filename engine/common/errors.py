@@ -155,3 +155,16 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """A hint to append to the error about an unknown word: the closest of `words`, or ""."""
     close = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def unknown_word(name: str, choices: list[str]) -> str:
+    """The error text for a name that is not in `choices`, with the closest one."""
+    hint = did_you_mean(name, choices) or f"; known: {', '.join(choices)}"
+    return f"{shortened(name)} is unknown{hint}"
+
+
+def shortened(text: str) -> str:
+    """A user's value as an error repeats it."""
+    if len(text) <= 60:
+        return text
+    return text[:57] + "..."

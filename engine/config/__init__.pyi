@@ -9,7 +9,6 @@ from .flags import Flag as Flag
 from .flags import FlagGroup as FlagGroup
 from .layers import ResolvedConfig as ResolvedConfig
 from .layers import settings as settings
-from .layers import unknown_word as unknown_word
 from .layers import values as values
 from .presets import SIZES as SIZES
 from .presets import runs_on_device as runs_on_device

@@ -15,7 +15,12 @@ from typing import Literal, Never, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jitney.engine.common.errors import ConfigError, did_you_mean
+from jitney.engine.common.errors import (
+    ConfigError,
+    did_you_mean,
+    shortened,
+    unknown_word,
+)
 from jitney.engine.common.text_file import read_toml
 from jitney.engine.config.schema import Config, Section
 
@@ -101,7 +106,7 @@ class Setting:
             expected = _EXPECTED[self.kind]
             words = _BOOLEANS if self.kind is bool else ()
             hint = did_you_mean(text.strip().lower(), words)
-            raise ConfigError(f"{where}: must be {expected}, not {_short(text)}{hint}") from None
+            raise ConfigError(f"{where}: must be {expected}, not {shortened(text)}{hint}") from None
 
     def _parsed(self, text: str) -> _Parsed:
         if self.kind is bool:
@@ -251,12 +256,6 @@ def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[Setting, object, 
         yield setting, value, setting.flag
 
 
-def unknown_word(name: str, choices: list[str]) -> str:
-    """The error text for a name that is not in `known`, with the closest one."""
-    hint = did_you_mean(name, choices) or f"; known: {', '.join(choices)}"
-    return f"{_short(name)} is unknown{hint}"
-
-
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     """All errors in one line, each with the place of its value."""
     places = {(setting.section, setting.key): setting.name for setting in settings().values()}
@@ -268,18 +267,12 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         if rest:
             where = origins.get(places.get((section, rest[0]), ""), rest[0])
             if item["type"] != "value_error":
-                message += f", not {_short(repr(item['input']))}"
+                message += f", not {shortened(repr(item['input']))}"
             if item["type"] == "literal_error":
                 setting = settings()[places[section, rest[0]]]
                 message += did_you_mean(str(item["input"]), setting.choices)
         lines.append(f"{where}: {message}")
     return "; ".join(lines)
-
-
-def _short(text: str) -> str:
-    if len(text) <= 60:
-        return text
-    return text[:57] + "..."
 
 
 def _toml_line(setting: Setting, value: _Parsed) -> str:

@@ -26,10 +26,10 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from jitney.engine.common.cache_folder import cache_dir
-from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.errors import ConfigError, unknown_word
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.common.text_file import read_toml
-from jitney.engine.config import ResolvedConfig, Section, ServerSection, settings, unknown_word
+from jitney.engine.config import ResolvedConfig, Section, ServerSection, settings
 from jitney.engine.fleet.compositions.composed import COMPOSED_KINDS, ComposedModels
 from jitney.engine.fleet.launchers.engine_process import (
     LOCALHOST,

@@ -7,8 +7,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from jitney.engine.common.errors import unknown_word
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import Section, unknown_word
+from jitney.engine.config import Section
 from jitney.engine.fleet.rollout.comparison import FIGURES, Comparison
 from jitney.engine.fleet.rollout.rollout import PromotionRule
 from jitney.engine.fleet.routing import HashRing, RouterName

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jitney.engine.common.child_process import ADMIN_KEYS, API_KEYS
-from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.errors import ConfigError, unknown_word
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.text_file import read_toml
-from jitney.engine.config import Config, ResolvedConfig, settings, unknown_word
+from jitney.engine.config import Config, ResolvedConfig, settings
 from jitney.engine.fleet.sections import ReplicasSection
 
 #: Python module that runs `jitney serve` with its arguments, and ends with the fleet.
