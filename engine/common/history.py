@@ -320,10 +320,10 @@ class History(RequestRecords):
         self._holds = info.queue.policy in _HOLDING
         self._first_step = self.records.last_step + 1
 
-    def core_lost(self, code: str) -> None:
-        """End every open request with this error, since the core is lost for good."""
+    def core_lost(self) -> None:
+        """End every open request, since the core is lost for good."""
         for record in list(self.open()):
-            self._end(record, "error", code, self.records.last_step, self.clock())
+            self._end(record, "error", "engine_dead", self.records.last_step, self.clock())
         self._clear_seats()
 
     def _clear_seats(self) -> None:

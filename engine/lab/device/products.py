@@ -70,7 +70,7 @@ def _product_row(
         row,
         moved=moved,
         operations=2.0 * rows * shape[0] * shape[1],
-        error=float(distance(ours, matrix.exact_product(x, 0))),
+        error=float(distance(ours, matrix.exact_product(x))),
         itemsize=jnp.dtype(dtype).itemsize,
         time=time,
     )

@@ -235,7 +235,7 @@ class ProcessClient(CoreSupervisor):
         if self.info is not None:
             self.history.incidents.outage_began(end.summary, n_resumed=0, n_lost=len(self._streams))
         self._end_streams(_LOST)
-        self.history.core_lost("engine_dead")
+        self.history.core_lost()
         self.counters.observe_idle(0)
 
     def drain(self) -> None:

@@ -108,7 +108,7 @@ def test_a_lost_core_ends_every_trip_and_steps_go_on_rising():
     watched.add("a", [1, 2, 3], max_tokens=30, ignore_eos=True)
     for _ in range(5):
         watched.step()
-    watched.history.core_lost("engine_dead")
+    watched.history.core_lost()
     request = watched.history.find("a", 0)
     assert request is not None and (request.state, request.code) == ("finished", "engine_dead")
     assert watched.history.seats == [None] * 4 and watched.history.n_open == 0
@@ -199,7 +199,7 @@ def test_a_stream_that_ends_meanwhile_is_not_waited_for():
     watched.history.incidents.outage_began("killed", n_resumed=1, n_lost=0)
     watched.history.core_ready(INFO)
     assert watched.history.incidents.outages[0].flowing is None
-    watched.history.core_lost("engine_dead")
+    watched.history.core_lost()
     assert watched.history.incidents.outages[0].flowing is not None
 
 

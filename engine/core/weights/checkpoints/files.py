@@ -89,9 +89,9 @@ def read_json(
     return value
 
 
-def read_json_list(folder: Path, name: str, *, missing_ok: bool = False) -> list[JsonValue]:
-    """As `read_json`, of a file that holds a list; [] if it is absent and that is fine."""
-    path = safe_file(folder, name, missing_ok=missing_ok)
+def read_json_list(folder: Path, name: str) -> list[JsonValue]:
+    """As `read_json`, of a file that holds a list; [] if it is absent."""
+    path = safe_file(folder, name, missing_ok=True)
     if path is None:
         return []
     value = _parsed(path, _MAX_JSON_BYTES)

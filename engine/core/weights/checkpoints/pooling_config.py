@@ -70,7 +70,7 @@ def folder_dimensions(folder: Path) -> tuple[int, ...] | None:
 def _stated(folder: Path, supported: Mapping[str, Pooling]) -> Pooling | None:
     """The pooling that a folder's files name, one of `known`'s values."""
     modules: dict[str, JsonObject] = {}
-    for module in read_json_list(folder, _MODULES, missing_ok=True):
+    for module in read_json_list(folder, _MODULES):
         if not isinstance(module, dict):
             raise ModelError(f"{_MODULES} must list objects, found {str(module)[:60]!r}")
         # The class's own name: its package differs from release to release.

@@ -198,7 +198,7 @@ def test_a_dead_core_ends_every_request(tmp_path: Path):
     core.add("r", [1, 2], max_tokens=18, ignore_eos=True)
     core.step()
     core.step()
-    core.history.core_lost("engine_dead")
+    core.history.core_lost()
     core.recorder.close()
     (line,) = TraceLine.read_all(core.path)
     assert (line.n_output, line.finish) == (1, "error")
