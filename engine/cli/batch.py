@@ -61,14 +61,12 @@ def _answer_rest(config: Config, work: OfflineBatch) -> None:
 
 async def _answer_all(config: Config, work: OfflineBatch) -> None:
     """Start an engine, answer, stop it. Raises EngineDead if the engine cannot be restarted."""
-    from jitney.engine.server import ProcessClient
-
     display = make_display()
-    client = ProcessClient(config, on_progress=display.progress)
+    equipment = Equipment(config, display)
+    client = equipment.client
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(client.close)
         stack.callback(display.close)
-        equipment = Equipment(config, client, display)
         stack.push_async_callback(equipment.close)
         source = await equipment.find_model()
         service = _service(config, client, source.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -116,12 +115,12 @@ def digest_here(config: Config) -> str:
     ):
         return ""
     identity = source.identity(adapters)
-    return configuration_digest(config, model=identity, version=version("jitney"))
+    return configuration_digest(config, model=identity)
 
 
 def _report(resolved: ResolvedConfig) -> ConfigReport:
     digest = digest_here(resolved.config)
-    return ConfigReport.of(resolved, version=version("jitney"), config_digest=digest)
+    return ConfigReport.of(resolved, config_digest=digest)
 
 
 def _others_differ(a: ConfigReport, b: ConfigReport) -> bool:

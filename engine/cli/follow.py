@@ -10,7 +10,7 @@ from jitney.engine.common.display import Display, make_display
 from jitney.engine.common.tasks import until
 from jitney.engine.common.terminal import visible
 from jitney.engine.config import Config
-from jitney.engine.server import Equipment, ProcessClient
+from jitney.engine.server import Equipment
 
 _log = logging.getLogger("jitney")
 
@@ -26,25 +26,25 @@ def follow(config: Config) -> int:
 
 async def _follow(config: Config, display: Display) -> int:
     """See `follow`."""
-    client = ProcessClient(config, on_progress=display.progress)
+    equipment = Equipment(config, display)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        await until(stop.wait(), _until_dismissed(config, client, display))
+        await until(stop.wait(), _until_dismissed(equipment))
         return 0
     finally:
         display.close()
-        await client.close()
+        await equipment.client.close()
 
 
-async def _until_dismissed(config: Config, client: ProcessClient, display: Display) -> None:
+async def _until_dismissed(equipment: Equipment) -> None:
     """Return when the first host ends cleanly; raise if it is lost."""
-    await Equipment(config, client, display).find_model()
+    client, engine = equipment.client, equipment.config.engine
+    await equipment.find_model()
     await client.start()
     info = await client.wait_ready()
-    display.close()
-    engine = config.engine
+    equipment.display.close()
     line = (
         f"Host {engine.host_id} of {engine.n_hosts} follows {engine.coordinator}: "
         f"{info.model.name}, {info.kernels.label} kernels on {info.device.name}"

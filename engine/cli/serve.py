@@ -174,20 +174,17 @@ class _Server:
         *,
         times_steps: bool = False,
     ):
-        from jitney.engine.server import ProcessClient
-
         config = self.config = resolved.config
         self.http = http
         self.display = display
         #: Whether to time this machine's steps while serving, to choose sizes for the next start.
         self.times_steps = times_steps
-        #: The engine's process.
-        self.client = ProcessClient(config, on_progress=display.progress)
+        self.equipment = Equipment(config, display)
+        self.client = self.equipment.client
         self.app = _build_app(config, http.settings, self.client, http.accepted)
         service = self.app.state.service
         service.observe_requests()
         service.resolved = resolved
-        self.equipment = Equipment(config, self.client, display)
         http.serve_app(self.app)
         http.reloads(
             service,

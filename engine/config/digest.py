@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,9 @@ def _is_counted(setting: Setting) -> bool:
     return setting.name not in _LEFT_OUT
 
 
-def configuration_digest(config: Config, *, model: str, version: str) -> str:
-    """SHA-256 of a configuration, 64 hex digits. model: its identity; version: of Jitney."""
-    facts = {"jitney": version, "model": model, "settings": _counted(config)}
+def configuration_digest(config: Config, *, model: str) -> str:
+    """SHA-256 of a configuration and Jitney's version, 64 hex digits. model: its identity."""
+    facts = {"jitney": version("jitney"), "model": model, "settings": _counted(config)}
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -152,10 +153,10 @@ class ConfigReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, SettingValue]
 
     @classmethod
-    def of(cls, resolved: ResolvedConfig, *, version: str, config_digest: str = "") -> ConfigReport:
+    def of(cls, resolved: ResolvedConfig, *, config_digest: str = "") -> ConfigReport:
         """The report of a configuration."""
         values = {name: _value_of(resolved, setting) for name, setting in settings().items()}
-        return cls(version=version, config_digest=config_digest, settings=values)
+        return cls(version=version("jitney"), config_digest=config_digest, settings=values)
 
     def differences(self, other: ConfigReport) -> Iterator[Difference]:
         """Settings whose values differ, in the order of the schema, whatever their origins."""

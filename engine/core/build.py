@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -232,7 +231,7 @@ def _manage_adapters(
         models.append(ServedModel(alone.runner, None))
 
     def digest_of(identity: str) -> str:
-        return configuration_digest(setup.config, model=identity, version=version("jitney"))
+        return configuration_digest(setup.config, model=identity)
 
     fixed, hosts = setup.settings.data_parallel > 1, None
     if setup.hosts is not None and not fixed:  # they change their adapters together

@@ -54,7 +54,7 @@ def describe_engine(
     ours, memory = version("jitney"), programs.memory()
     return EngineInfo(
         version=ours,
-        config_digest=configuration_digest(setup.config, model=identity, version=ours),
+        config_digest=configuration_digest(setup.config, model=identity),
         model=_model_info(setup, model, defaults),
         formats=NumberFormats(
             dtype=str(setup.dtype),

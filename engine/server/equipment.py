@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from jitney.engine.core import ChatTemplates, Grammars, ModelSource, Tokenizer
     from jitney.engine.server.http.reload import AdapterNews
     from jitney.engine.server.http.service import Service
-    from jitney.engine.server.process.process_client import ProcessClient
 
 
 #: The module that tries a tokenizer, and its limits: CPU seconds, memory, seconds.
@@ -32,9 +31,12 @@ _TRIAL_CPU_S, _TRIAL_GIB, _TRIAL_S = 20, 4, 180.0
 class Equipment:
     """Fetches a model's files, starts its engine, and prepares a service to answer requests."""
 
-    def __init__(self, config: Config, client: ProcessClient, display: Display):
+    def __init__(self, config: Config, display: Display):
+        from jitney.engine.server.process.process_client import ProcessClient
+
         self.config = config
-        self.client = client
+        #: The engine's process.
+        self.client = ProcessClient(config, on_progress=display.progress)
         self.display = display
         #: Renders chats, once the model's template is known.
         self.chat_templates: ChatTemplates | None = None

@@ -73,7 +73,7 @@ def _digest(config: Config, source: ModelSource) -> str:
     """Digest of model and settings, without [server] and the order, which depends on keys."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"order": ""})})
     identity = source.identity(config.model.adapter_folders)
-    return short(configuration_digest(config, model=identity, version=version("jitney")))
+    return short(configuration_digest(config, model=identity))
 
 
 def _ender(address: str) -> Lost:

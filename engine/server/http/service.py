@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
@@ -277,7 +276,7 @@ class Service(ServerContext):
             raise HttpError(404, "the settings of this server are not known", code="not_found")
         info = self.client.info
         digest = "" if info is None else info.config_digest
-        return ConfigReport.of(self.resolved, version=version("jitney"), config_digest=digest)
+        return ConfigReport.of(self.resolved, config_digest=digest)
 
     @property
     def info(self) -> EngineInfo:
