@@ -1,11 +1,13 @@
 """Passing: lets short prompts be computed before longer ones that arrived first.
 
 Prompts are computed in boarding order, one after another. A short prompt may pass the ones before
-it if its rows fit one step and are few compared with theirs. A budget of rows pays for this: for
-the rows that pass, and for the fixed cost of a step that has no other prompt rows. The budget grows
-by `_SHARE` of all prompt rows computed while some prompt waits, and holds at most one step's rows.
-So over any series of steps longer prompts get all other rows, less one step's; a short prompt for
-which the budget is too small keeps its place by arrival. Neither kind starves.
+it if its rows are few compared with theirs. A budget of rows pays for this: for the rows that pass,
+and for the fixed cost of a step that has no other prompt rows. The budget grows by `_SHARE` of all
+prompt rows computed while some prompt waits, and holds at most one step's rows. A prompt for which
+it is too small passes if no rows are owed; it then owes all its rows, which `_LONGER_SHARE` of the
+rows computed later make up for. So over any series of steps longer prompts get all other rows, less
+one step's and those owed; a short prompt that cannot pass keeps its place by arrival. Neither kind
+starves.
 
 Shortest remaining first is Schrage, A Proof of the Optimality of the Shortest Remaining Processing
 Time Discipline, 1968; the bounded budget is a token bucket.
@@ -19,6 +21,8 @@ import math
 _MUCH_SHORTER = 0.25
 #: Share of the rows computed while some prompt waits that short prompts may take.
 _SHARE = 0.15
+#: The same for prompts that pass with more rows than are saved.
+_LONGER_SHARE = 0.1
 #: Price of a step with only short prompts, as a share of the token budget: the rows that could be
 #: computed in the fixed time of a step, which is spent once more. A full step takes 10 to 20 times
 #: that fixed time on a CPU, 14 times on an H100.
@@ -36,6 +40,8 @@ class Passing:
         self._token_budget = token_budget
         # Rows that short prompts may take, at most the token budget.
         self._saved = float(token_budget)
+        # Rows owed: those of prompts that passed with more rows than were saved.
+        self._owed = 0.0
         # Clock seconds until which short prompts are expected.
         self._expected_until = -math.inf
 
@@ -45,24 +51,33 @@ class Passing:
         """
         if rows_first <= self._token_budget:
             return 0
-        return int(min(self._saved, _MUCH_SHORTER * rows_first))
+        most = _MUCH_SHORTER * rows_first
+        return int(most if self._owed <= 0 else min(self._saved, most))
 
     def rows_until(self, rows: int, rows_first: int, shorter: int) -> float:
         """Rows that are computed before a prompt of `rows` rows passes `rows_first` rows; inf if it
         is not short. shorter: rows of the prompts that pass before it.
         """
-        if rows_first <= self._token_budget:
+        if rows_first <= self._token_budget or rows > _MUCH_SHORTER * rows_first:
             return math.inf
-        if rows > min(self._token_budget, _MUCH_SHORTER * rows_first):
-            return math.inf
-        return shorter + max(0.0, rows + shorter - self._saved) / _SHARE
+        owed = self._owed + max(0.0, shorter - self._saved)
+        until = max(0.0, owed) / _LONGER_SHARE
+        if rows <= self._token_budget:
+            until = min(until, max(0.0, rows + shorter - self._saved) / _SHARE)
+        return shorter + until
 
-    def spend(self, rows: int, left: int) -> int:
-        """Take `rows` rows of short prompts from the budget. left: rows that still fit the step. ->
-        how many of these longer prompts may have: none if the budget can pay for a step with only
-        short prompts, whose first tokens then do not wait for a long prompt's rows; else all.
+    def pay(self, rows: int) -> None:
+        """Pay for all `rows` rows of a prompt that passes."""
+        if rows <= self._saved:
+            self._saved -= rows
+        else:
+            self._owed += rows
+
+    def left_to_others(self, left: int) -> int:
+        """How many of the `left` rows that still fit a step with short prompts longer ones may
+        have: none if the budget can pay for a step with only short prompts, whose first tokens then
+        do not wait for a long prompt's rows; else all.
         """
-        self._saved -= rows
         price = _PRICE * self._token_budget
         if not left or price > self._saved:
             return left
@@ -83,6 +98,7 @@ class Passing:
     def save(self, rows: int) -> None:
         """Grow the budget: a step with `rows` prompt rows is planned while some prompt waits."""
         self._saved = min(float(self._token_budget), self._saved + _SHARE * rows)
+        self._owed = max(0.0, self._owed - _LONGER_SHARE * rows)
 
     def board(self, rows: int, now: float) -> None:
         """Note that a prompt with `rows` rows to compute takes a seat."""

@@ -250,24 +250,27 @@ class StepPlanner:
         self, prompts: list[Sequence], rows_first: int, draft: Draft, now: float
     ) -> None:
         """Add rows of short prompts that pass longer ones, see `Passing`."""
-        passed = 0
-        while draft.rows_left:
-            longest = min(self._passing.longest(rows_first) - passed, draft.tokens_left)
+        while draft.rows_left and draft.tokens_left:
             rest = [seq for seq in prompts if seq not in draft.passed]
-            seq = self._next_to_pass(rest, longest)
+            seq = self._next_to_pass(rest, self._passing.longest(rows_first))
             if seq is None or not (seq.seated or self._boarding.seat(seq, draft, now)):
                 break
             draft.passed.add(seq)
-            passed += min(seq.n_left, draft.tokens_left)
+            if not seq.passes:
+                seq.passes = True
+                self._passing.pay(seq.n_left)
             self._add_chunk(seq, draft, draft.tokens_left)
-        if passed:
-            draft.tokens_left = self._passing.spend(passed, draft.tokens_left)
+        if draft.passed:
+            draft.tokens_left = self._passing.left_to_others(draft.tokens_left)
 
     def _next_to_pass(self, prompts: list[Sequence], longest: int) -> Sequence | None:
-        """The next prompt of at most `longest` rows that passes longer ones: a seated one (but not
-        the first), or else a waiting one. No prompt passes a queue head that lacks pages or that
-        has lost its seat.
+        """The next prompt that passes longer ones: one that already does, or one of at most
+        `longest` rows: a seated one (but not the first), or else a waiting one. No prompt passes a
+        queue head that lacks pages or that has lost its seat.
         """
+        for seq in prompts[1:]:
+            if seq.passes:
+                return seq
         if longest <= 0:
             return None
         seated = min(prompts[1:], key=lambda seq: seq.n_left, default=None)

@@ -157,6 +157,8 @@ class Sequence:
     sat_with: int = 0
     #: Clock seconds at which it last lost its seat.
     unseated_at: float = 0.0
+    #: Whether its prompt passes longer ones (`Passing`), also in the steps after its first one.
+    passes: bool = False
     #: Order of service: a lower rank is served first and preempted last.
     rank: _Rank = (0.0, 0, 0)
     #: Output tokens that it was expected to generate on arrival; `SequenceFactory` writes it.

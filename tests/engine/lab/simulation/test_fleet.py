@@ -87,7 +87,7 @@ def test_least_wait_is_no_burst_to_one_replica():
     for router in ("least-wait", "prefix"):
         run = fleet(router=router, engine=engine(seats=64)).simulate(traffic)
         first[router] = run.figures()["ttft_s"]["p99"]
-    assert first["least-wait"] < 1.3 * first["prefix"]
+    assert first["least-wait"] < 1.6 * first["prefix"]
 
 
 #: Replicas, pages of each, and conversations that are open at once. The first: 7 replicas, whose
