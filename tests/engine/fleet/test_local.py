@@ -15,6 +15,8 @@ import httpx
 import psutil
 import pytest
 from fleet_engines import CHAT, said
+from server_settings import server_settings
+from two_keys import Things, check_apart, thread_client
 
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.key_file import digest_key
@@ -51,11 +53,15 @@ async def running(
     config = FleetConfig.read(file)
     async with open_fleet(config) as (fleet, parts):
         engines = LocalEngines(config, parts, (), keys)
-        transport = httpx.ASGITransport(create_ingress(fleet, settings or ServerSettings()))
+        ingress = create_ingress(fleet, settings or ServerSettings())
+        transport = httpx.ASGITransport(ingress)
         try:
             key = {"authorization": f"Bearer {''.join(keys)}"}
             url = "http://localhost"
-            async with httpx.AsyncClient(transport=transport, base_url=url, headers=key) as http:
+            async with (
+                ingress.router.lifespan_context(ingress),
+                httpx.AsyncClient(transport=transport, base_url=url, headers=key) as http,
+            ):
                 if start:
                     await engines.start()
                 yield engines, http
@@ -105,18 +111,14 @@ async def test_engines_tell_keys_apart_and_accept_those_that_the_fleet_has_now(t
     """They are asked with the fleet's key; those of its administrators open them too, and those of
     clients do not. An engine that is started later accepts the same.
     """
-    keys = ServerSettings(
-        api_keys=(digest_key("alpha"), digest_key("beta")), admin_keys=(digest_key("boss"),)
-    )
-    alpha, beta = ({"authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+    users, admins = (digest_key("alpha"), digest_key("beta")), (digest_key("boss"),)
+    keys = server_settings(api_keys=users, admin_keys=admins, data_dir=tmp_path / "data")
 
     text = "[models.m]\nreplicas = 1\n"
     async with running(tmp_path, text, ("boss",), keys) as (engines, http):
-        asked = {"model": "m", "input": "x"}
-        answer = await http.post("/v1/responses", json=asked, headers=alpha)
-        path = f"/v1/responses/{answer.json()['id']}"
-        assert (await http.get(path, headers=beta)).status_code == 404
-        assert (await http.get(path, headers=alpha)).status_code == 200
+        things = Things(thread_client(http, "alpha"))
+        await asyncio.to_thread(things.make)
+        assert await asyncio.to_thread(check_apart, things, thread_client(http, "beta")) > 40
         [process] = engines.processes("m")
         async with httpx.AsyncClient(trust_env=False, verify=False) as direct:
 

@@ -17,7 +17,9 @@ import pytest
 from adapter_files import write_adapter
 from load_over_a_kill import SETTINGS, texts_over_a_kill
 from server_settings import server_settings
+from two_keys import Things, check_apart, thread_client
 
+from jitney.engine.common.key_file import digest_key
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 from jitney.engine.fleet.build import open_fleet
 from jitney.engine.fleet.config import FleetConfig
@@ -79,19 +81,21 @@ def file(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def _running(
-    file: Path, **settings: Any
+    file: Path, key: str = "", **settings: Any
 ) -> AsyncIterator[tuple[Fleet, LocalEngines, httpx.AsyncClient]]:
-    """The fleet, its engines, which have started, and a client of its endpoint. settings: of
-    that.
+    """The fleet, its engines, which have started, and a client of its endpoint with this key.
+    settings: of the endpoint.
     """
     config = FleetConfig.read(file)
     async with open_fleet(config) as (fleet, parts):
-        engines = LocalEngines(config, parts, (), ())
+        engines = LocalEngines(config, parts, (), (key,) if key else ())
         ingress = create_ingress(fleet, server_settings(**settings))
         transport = httpx.ASGITransport(ingress)
         async with (
             ingress.router.lifespan_context(ingress),
-            httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
+            httpx.AsyncClient(
+                transport=transport, base_url="http://localhost", headers=_bearing(key)
+            ) as http,
         ):
             try:
                 await engines.start()
@@ -143,12 +147,17 @@ async def _complete(http: httpx.AsyncClient, model: str, prompt: str) -> str:
 
 
 @pytest.mark.usefixtures("hurried_processes")
-def test_pipelines_adapters_and_batches_on_an_engine(file: Path, tmp_path: Path):
+def test_pipelines_adapters_batches_and_keys_on_an_engine(file: Path, tmp_path: Path):
     async def scene() -> None:
-        async with _running(file, data_dir=tmp_path / "data") as (_, engines, http):
+        users, admins = (digest_key("alpha"), digest_key("beta")), (digest_key("boss"),)
+        keys = {"api_keys": users, "admin_keys": admins}
+        async with _running(file, "boss", data_dir=tmp_path / "data", **keys) as (_, engines, http):
             [engine] = engines.processes("m")
             await _compare(http)
             await _run_batch(http, engine.replica)
+            things = Things(thread_client(http, "alpha"))
+            await asyncio.to_thread(things.make)
+            assert await asyncio.to_thread(check_apart, things, thread_client(http, "beta")) > 40
 
     asyncio.run(asyncio.wait_for(scene(), 240))
 
@@ -251,4 +260,9 @@ def test_an_engine_killed_under_load_changes_no_text(tmp_path: Path):
 
 
 def _asking(replica: Replica) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=replica.url, trust_env=False, verify=False)
+    headers = _bearing(replica.key)
+    return httpx.AsyncClient(base_url=replica.url, trust_env=False, verify=False, headers=headers)
+
+
+def _bearing(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
