@@ -17,7 +17,7 @@ _QUANTILE = re.compile(r"_(p\d+)(_s)?$")
 #: End of a name of a rate per second; ends of names of shares.
 _RATE, _SHARES = re.compile(r"(tok|req)_s$"), ("share", "seat_fill", "kv_use", "hit_rate")
 #: Text for a percentile of too few values.
-_TOO_FEW = "–"
+TOO_FEW = "–"
 
 
 def figure_of(figures: JsonObject, name: str) -> Any:
@@ -33,7 +33,7 @@ def cell(figures: JsonObject, name: str) -> str:
     if _QUANTILE.search(name) and name not in figures:
         if not figures.get(_QUANTILE.sub(r"\2", name)):
             return ""
-        return shown(name, figure_of(figures, name)) or _TOO_FEW
+        return shown(name, figure_of(figures, name)) or TOO_FEW
     return shown(name, figure_of(figures, name))
 
 

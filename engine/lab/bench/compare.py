@@ -27,6 +27,8 @@ from jitney.engine.lab.simulation.step_table import StepTable
 
 #: Loads of the curve, as shares of what continuous batching can serve.
 _CURVE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.15)
+#: Figures of a point of the curve.
+_CURVE_FIGURES = ("ttft_p50_s", "ttft_p99_s", "ttft_p999_s", "output_tok_s")
 #: Rounds of all seats, or batches, in the simulation of a policy's capacity.
 _CAPACITY_ROUNDS = 16
 #: The policy that others are compared with.
@@ -122,7 +124,7 @@ def load_curve(
 def waits_of(figures: JsonObject, share_of_capacity: float | None) -> JsonDict:
     """Figures of a run for the curve. share_of_capacity: None if unknown."""
     return {
-        **{name: figure_of(figures, name) for name in ("ttft_p50_s", "ttft_p99_s", "output_tok_s")},
+        **{name: figure_of(figures, name) for name in _CURVE_FIGURES},
         "share_of_capacity": share_of_capacity,
     }
 
@@ -181,7 +183,7 @@ def ratios(figures: Mapping[str, JsonObject]) -> dict[str, JsonDict]:
 def _gains(ours: JsonObject, theirs: JsonObject) -> Iterator[tuple[str, float | None]]:
     for rate in ("output_tok_s", "req_s"):
         yield rate, _ratio(ours[rate], theirs[rate])
-    for wait, quantile in itertools.product(("ttft", "e2e"), ("p50", "p99")):
+    for wait, quantile in itertools.product(("ttft", "e2e"), ("p50", "p99", "p999")):
         name = f"{wait}_{quantile}_s"
         yield f"{wait}_s_{quantile}", _ratio(figure_of(theirs, name), figure_of(ours, name))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -22,13 +22,14 @@ from jitney.engine.common.machine import cpu_name
 from jitney.engine.common.ports import free_port
 from jitney.engine.common.reports.page import Table
 from jitney.engine.common.requests import JsonDict, JsonObject
-from jitney.engine.common.summary import spread, token_gaps
+from jitney.engine.common.summary import quantile_of, spread, token_gaps
 from jitney.engine.common.trace import Arrival
 from jitney.engine.lab.bench.client import Answer, EndpointClient, RemoteEndpoint
 from jitney.engine.lab.bench.load import LoadResult, run_load
 from jitney.engine.lab.bench.online import EngineAbout
 from jitney.engine.lab.bench.peer_process import Peer
 from jitney.engine.lab.bench.text import arrival_ids
+from jitney.engine.lab.figures import TOO_FEW
 from jitney.engine.lab.simulation.workload import (
     Closed,
     Fixed,
@@ -243,12 +244,14 @@ def _figures_of(load: LoadResult) -> JsonDict:
     }
 
 
-#: Name of a figure with a median in the report -> function that reads it from a measurement.
-_MEDIANS: dict[str, Callable[[JsonObject], float]] = {
+#: Name of a figure with a median in the report -> function that reads it from a measurement; None
+#: for too few values.
+_MEDIANS: dict[str, Callable[[JsonObject], float | None]] = {
     "output_tok_s": lambda figures: figures["output_tok_s"],
     "prompt_tok_s": lambda figures: figures["prompt_tok_s"],
     "ttft_p50_s": lambda figures: figures["ttft_s"]["p50"],
     "ttft_p99_s": lambda figures: figures["ttft_s"]["p99"],
+    "ttft_p999_s": lambda figures: quantile_of(figures["ttft_s"], "p999"),
     "client_cpu_share": lambda figures: figures["client"]["cpu_share"],
 }
 
@@ -260,8 +263,11 @@ def _medians_of(runs: Sequence[Mapping[str, JsonObject]]) -> dict[str, JsonDict]
         repetitions = [run[name] for run in runs if name in run]
         medians[name] = {}
         for figure, read in _MEDIANS.items():
-            values = list(map(read, repetitions))
-            spread = {"median": median(values), "least": min(values), "most": max(values)}
+            values = [value for value in map(read, repetitions) if value is not None]
+            if values:
+                spread = {"median": median(values), "least": min(values), "most": max(values)}
+            else:
+                spread = dict.fromkeys(("median", "least", "most"))
             medians[name][figure] = spread
     return medians
 
@@ -286,6 +292,10 @@ def _speed(medians: JsonObject, name: str) -> JsonDict:
     return medians[name]["prompt_tok_s" if name.startswith("prompts_") else "output_tok_s"]
 
 
+#: Figure of a measurement -> its name in the table.
+_WAITS = {"ttft_p50_s": "p50", "ttft_p99_s": "p99", "ttft_p999_s": "p99.9"}
+
+
 def markdown(report: JsonObject) -> str:
     """The report as a Markdown table, with the machine above it. report: `PeerBench.report`."""
     caption = (
@@ -296,15 +306,20 @@ def markdown(report: JsonObject) -> str:
     loops = [name for name in work if name.startswith("streams_")]
     busiest = max(loops, key=lambda name: work[name]["streams"])
     heads = [_head(name, sent) for name, sent in work.items()]
-    waits = f"first token at {work[busiest]['streams']} streams, p50 / p99"
+    engines = [engine["medians"] for engine in report["engines"].values()]
+    measured = [medians[busiest] for medians in engines if busiest in medians]
+    # Reports of version 0.2.0 and before have no p99.9.
+    waits = [wait for wait in _WAITS if all(wait in figures for figures in measured)]
+    percentiles = " / ".join(_WAITS[wait] for wait in waits)
+    wait_head = f"first token at {work[busiest]['streams']} streams, {percentiles}"
     rows = []
     for name, engine in report["engines"].items():
         medians = engine["medians"]
         if medians:
             speeds = [_speed_cell(medians, each) for each in work]
             title = f"{name} {engine['version']}".strip()
-            rows.append([title, *speeds, _wait_cell(medians, busiest)])
-    table = Table(["", *heads, waits], rows)
+            rows.append([title, *speeds, _wait_cell(medians.get(busiest), waits)])
+    table = Table(["", *heads, wait_head], rows)
     return "\n".join([caption, "", *table.markdown_lines(), ""])
 
 
@@ -325,8 +340,10 @@ def _speed_cell(medians: JsonObject, name: str) -> str:
     return cell.format_map(figure)
 
 
-def _wait_cell(medians: JsonObject, name: str) -> str:
-    if name not in medians:
+def _wait_cell(figures: JsonObject | None, waits: Iterable[str]) -> str:
+    """Medians of these figures of a measurement; empty if not measured."""
+    if figures is None:
         return ""
-    p50, p99 = (1e3 * medians[name][f"ttft_{q}_s"]["median"] for q in ("p50", "p99"))
-    return f"{p50:,.0f} / {p99:,.0f} ms"
+    seconds = [figures[wait]["median"] for wait in waits]
+    cells = [TOO_FEW if each is None else f"{1e3 * each:,.0f}" for each in seconds]
+    return f"{' / '.join(cells)} ms"

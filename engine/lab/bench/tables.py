@@ -9,7 +9,7 @@ from jitney.engine.common.reports.page import Table
 from jitney.engine.common.requests import JsonObject
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.lab.bench.cost import Bill, CostLine
-from jitney.engine.lab.figures import columns_table, duration, times
+from jitney.engine.lab.figures import TOO_FEW, columns_table, duration, times
 
 _QUANTILES = {"p50": "p50", "p90": "p90", "p99": "p99", "p999": "p99.9"}
 _LATENCIES = {
@@ -48,7 +48,9 @@ _GAINS = {
     "output_tok_s": "output tokens/s",
     "ttft_s_p50": "TTFT p50 /",
     "ttft_s_p99": "TTFT p99 /",
+    "ttft_s_p999": "TTFT p99.9 /",
     "e2e_s_p99": "e2e p99 /",
+    "e2e_s_p999": "e2e p99.9 /",
 }
 
 
@@ -106,7 +108,8 @@ def _with_sum(lines: Bill) -> dict[str, CostLine]:
 def ratio_table(ratios: Mapping[str, JsonObject]) -> Table:
     """Gains of continuous batching: factors of the throughput, and of the shorter waits."""
     rows = [
-        [f"over {name}", *(times(gains[gain]) for gain in _GAINS)] for name, gains in ratios.items()
+        [f"over {name}", *(times(gains[gain]) or TOO_FEW for gain in _GAINS)]
+        for name, gains in ratios.items()
     ]
     return Table(["continuous", *_GAINS.values()], rows)
 
@@ -122,7 +125,7 @@ def errors_table(errors: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def curve_table(points: Sequence[JsonObject]) -> Table:
-    """p99 time to first token of each policy, one row per load."""
+    """p99 and p99.9 of the time to first token of each policy, one row per load."""
     rows: list[list[str]] = []
     for point in points:
         waits = map(_curve_cell, point["policies"].values())
@@ -131,7 +134,7 @@ def curve_table(points: Sequence[JsonObject]) -> Table:
 
 
 def _curve_cell(waits: Mapping[str, float | None]) -> str:
-    wait = duration(waits["ttft_p99_s"])
+    wait = " / ".join(duration(waits[name]) or TOO_FEW for name in ("ttft_p99_s", "ttft_p999_s"))
     return f"({wait})" if (waits["share_of_capacity"] or 0) >= 1 else wait
 
 

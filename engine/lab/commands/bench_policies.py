@@ -55,7 +55,7 @@ _DEFAULT_LOAD = 1.15
 _POLICIES = ("static", "dynamic", "continuous")
 #: Default requests of the case in the flags.
 _DEFAULT_REQUESTS = 256
-#: Requests of each point of the curve: enough for a p99.
+#: Requests of each point of the curve: enough for a p99.9.
 _CURVE_REQUESTS = 1024
 #: Name of the case in the flags.
 _GIVEN = "given"
@@ -438,7 +438,7 @@ def _curve_sections(report: JsonObject, charts: bool) -> Iterator[PageSection]:
     if simulated:
         tables = [curve_table(points) for points in (simulated, measured) if points]
         drawn = [curve_chart(simulated, measured)] if charts else ()
-        title = "p99 time to first token over the load, simulated"
+        title = "p99 / p99.9 of the time to first token over the load, simulated"
         if measured:
             title += ", then measured"
         yield PageSection(title, [_CURVE_NOTE], tables, drawn)

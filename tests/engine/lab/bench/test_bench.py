@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -28,9 +29,11 @@ from jitney.engine.lab.bench.compare import (
     capacity,
     differences,
     ratios,
+    waits_of,
 )
 from jitney.engine.lab.bench.offline import OfflineBench, outputs_of
 from jitney.engine.lab.bench.sweep import knee_of
+from jitney.engine.lab.bench.tables import curve_table, figures_table, ratio_table
 from jitney.engine.lab.bench.text import _prompt_ids, prose
 from jitney.engine.lab.commands.bench_flags import _repeated_tokens
 from jitney.engine.lab.simulation.engine_run import EngineRun
@@ -235,6 +238,26 @@ def test_ratios_are_gains_of_continuous():
     assert ratios({"static": run(1, 1)}) == {}
 
 
+@pytest.mark.parametrize(("requests", "gain", "wait"), [(1000, "4.00x", "2.00 s"), (999, "–", "–")])
+def test_tables_of_the_policies_have_a_column_for_each_percentile(
+    requests: int, gain: str, wait: str
+):
+    def run(seconds: float) -> dict[str, Any]:
+        waits = {"p50": seconds, "p90": seconds, "p99": seconds, "p999": seconds, "n": requests}
+        return {"output_tok_s": 1.0, "req_s": 1.0, "ttft_s": waits, "e2e_s": waits}
+
+    runs = {"static": run(2.0), "continuous": run(0.5)}
+    shown, short = figures_table(runs), wait.replace("2.00 s", "500 ms")
+    assert ["time to first token p99.9", wait, short] in shown.rows
+    gains = ratio_table(ratios(runs))
+    (row,) = gains.rows
+    cells = dict(zip(gains.heads, row, strict=True))
+    assert cells["TTFT p99 /"] == cells["e2e p99 /"] == "4.00x"
+    assert cells["TTFT p99.9 /"] == cells["e2e p99.9 /"] == gain
+    point = {"load": 1.0, "rate": 2.0, "policies": {"static": waits_of(runs["static"], 0.5)}}
+    assert curve_table([point]).rows == [["1", "2", f"2.00 s / {wait}"]]
+
+
 def test_the_knee_is_farthest_from_the_diagonal():
     x = [1, 2, 4, 8, 16, 32]
     assert knee(x, [10, 20, 40, 78, 84, 86]) == 3
@@ -387,7 +410,7 @@ def test_the_command_compares_the_policies_on_a_real_engine(
     assert (
         "Error of prediction: given" in shown
         and "% exactly" in shown
-        and "p99 time to first token over" in shown
+        and "p99 / p99.9 of the time to first token over" in shown
     )
     assert "3 runs, about" in told.err and "minutes" in told.err
     assert main(["simulate", "--measured", str(out["p.npz"])]) == 0

@@ -111,6 +111,8 @@ def test_an_engine_that_fails_is_left_out_with_its_reason(tmp_path: Path):
     assert log.read_text().count("dead dies") == 1, "it is not tried again"
     table = markdown(report)
     assert "| good good-1.0 |" in table and "dead" not in table
+    assert " | first token at 2 streams, p50 / p99 / p99.9 |" in table
+    assert " / – ms |" in table, "four requests are too few"
     shown = list(_remarks(report | {"auto_over_reference": {}}))
     assert any("says the fake" in line for line in shown) and any(
         "of a core" in line for line in shown
@@ -133,6 +135,24 @@ def figures(tok_s: float, wait: float) -> dict[str, Any]:
         "ttft_s": {"p50": wait, "p99": 2 * wait},
         "client": {"cpu_share": 0.1},
     }
+
+
+@pytest.mark.parametrize(
+    ("tail", "head", "cell"),
+    [
+        ({"ttft_p999_s": {"median": 1.25}}, "p50 / p99 / p99.9", "100 / 900 / 1,250 ms"),
+        ({"ttft_p999_s": {"median": None}}, "p50 / p99 / p99.9", "100 / 900 / – ms"),
+        ({}, "p50 / p99", "100 / 900 ms"),
+    ],
+)
+def test_the_table_has_the_percentiles_of_its_report(tail: dict[str, Any], head: str, cell: str):
+    speed = {"median": 5.0, "least": 5.0, "most": 5.0}
+    waits = {"ttft_p50_s": {"median": 0.1}, "ttft_p99_s": {"median": 0.9}} | tail
+    engine = {"version": "", "medians": {"streams_2": {"output_tok_s": speed} | waits}}
+    work = {"streams_2": {"streams": 2}}
+    table = markdown({"machine": "m", "work": work, "engines": {"own": engine}})
+    assert f"| | 2 streams, output tok/s | first token at 2 streams, {head} |" in table
+    assert f"| own | 5 | {cell} |" in table
 
 
 def test_the_work_is_that_of_the_table():
