@@ -203,9 +203,7 @@ class Scheduler:
         """Plan the next step; None if there is nothing to compute. First ends the requests that are
         past their deadline.
         """
-        sequences = self.sequences
-        for seq in sequences.requests.take_expired(now):
-            sequences.end(seq, "deadline")
+        self._end_expired(now)
         self._admission.predicted_wait.pass_step()
         self._row_limit.pass_time(now)
         draft = Draft(self._row_limit.rows, self.limits.max_seats)
@@ -219,6 +217,10 @@ class Scheduler:
             self._planner.dropped += draft.dropped
             return None
         return self._published(draft)
+
+    def _end_expired(self, now: float) -> None:
+        for seq in self.sequences.requests.take_expired(now):
+            self.sequences.end(seq, "deadline")
 
     def _published(self, draft: Draft) -> Plan:
         """The finished plan, in the smallest bucket that holds it. Later plans find the pages that
@@ -255,8 +257,9 @@ class Scheduler:
     def plan_between(self, running: Plan, now: float) -> Plan | None:
         """Plan a step that runs between two segments of the running one: whole short prompts that
         arrived after it was planned. None if there are none. Its result is committed before that of
-        the running step, so the two exchange their numbers.
+        the running step, so the two exchange their numbers. First ends requests, as `plan` does.
         """
+        self._end_expired(now)
         if not self.goes_between(running):
             return None
         draft = Draft(self._row_limit.rows, self.limits.max_seats)

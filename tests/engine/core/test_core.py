@@ -269,6 +269,16 @@ def test_an_interrupted_step_loses_no_tokens(method: str, segments: int):
     assert {end.finish for end in ends_of(outputs).values()} <= {"length", "stop"}
 
 
+def test_a_prompt_past_its_deadline_does_not_go_between_two_segments():
+    clock = FakeClock()
+    core = core_in_a_cut_step(clock=clock)
+    core.add(make_request("late", [6] * 3, max_tokens=2, deadline=1.0))
+    clock.now = 2.0
+    (ended,) = core.step().outputs
+    assert (ended.request_id, ended.finish, ended.tokens) == ("late", "deadline", [])
+    assert device_of(core).n_between == 0
+
+
 def test_a_short_prompt_that_takes_the_last_seat_goes_between_two_segments():
     core = core_in_a_cut_step(seats=2)
     device_of(core).has_paused = lambda launched: False
