@@ -127,7 +127,7 @@ def _show_json(prompt: str, sequence: Completion) -> None:
         "finish_reason": sequence.finish_reason,
         "tokens": len(sequence.token_ids),
     }
-    print(json.dumps(line, ensure_ascii=False))
+    print(visible_on_terminal(json.dumps(line, ensure_ascii=False)))
 
 
 def _check(params: SamplingParams) -> None:

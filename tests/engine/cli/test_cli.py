@@ -440,9 +440,13 @@ def test_a_page_of_no_address_is_refused(word: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("text", ["\x1b]0;mine\x07\x1b[2J", "a\x9b31mb", "x\x7f\r"])
-def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureFixture[str]):
+def test_foreign_text_is_shown_and_not_obeyed(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    from jitney.engine.cli.generate import _show_json, _show_text
     from jitney.engine.common.reports.page import Table
     from jitney.engine.common.terminal import VisibleFormatter, say
+    from jitney.engine.core import Completion
 
     def shown() -> str:
         out, err = capsys.readouterr()
@@ -454,8 +458,13 @@ def test_foreign_text_is_shown_and_not_obeyed(text: str, capsys: pytest.CaptureF
     Table(["name"], [[text]]).print(text)
     table = shown()
     assert main(["top", f"http://{text}"]) != 0
+    unreachable = shown()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for show in (_show_text, _show_json):
+        show("", Completion(0, text))
+    generated = shown()
     logged = VisibleFormatter().format(logging.makeLogRecord({"msg": text}))
-    for printed in (escaped, table, shown(), logged):
+    for printed in (escaped, table, unreachable, generated, logged):
         assert not foreign & set(printed)
     for character in foreign:
         assert f"\\x{ord(character):02x}" in escaped
