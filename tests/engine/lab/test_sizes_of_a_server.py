@@ -23,6 +23,7 @@ from jitney.engine.lab.bench import sizes, timing_behind
 from jitney.engine.lab.bench.sizes import SizeTimes, Timed
 from jitney.engine.lab.server_sizes import ServerSizes
 from jitney.engine.lab.tuned_sizes import _FROM_MEASURED
+from jitney.engine.server.equipment import Equipment
 from jitney.engine.server.http.http_server import HttpServer
 from jitney.engine.server.http.reloader import FreshSettings
 
@@ -214,18 +215,15 @@ async def test_the_engine_is_ready_before_steps_are_timed(monkeypatch: pytest.Mo
     resolved = ResolvedConfig.load(flags={"model": "tiny-random", "platform": "cpu"})
     order = []
 
-    class Equipment:
-        def __init__(self, config: Config, client: Any, display: Shown) -> None:
-            self.client = client
+    async def find_model(self: Equipment) -> ModelSource:
+        return ModelSource.resolve("tiny-random")
 
-        async def find_model(self) -> Any:
-            return ModelSource.resolve("tiny-random")
+    async def equip(self: Equipment, service: Any, source: Any) -> tuple[None, None]:
+        order.append("ready")
+        return None, None
 
-        async def equip(self, service: Any, source: Any) -> tuple[None, None]:
-            order.append("ready")
-            return None, None
-
-    monkeypatch.setattr(serve, "Equipment", Equipment)
+    monkeypatch.setattr(Equipment, "find_model", find_model)
+    monkeypatch.setattr(Equipment, "equip", equip)
     monkeypatch.setattr(serve, "_greeting", lambda *about: ["serving"])
     timed, dead = asyncio.Event(), asyncio.Event()
 
