@@ -1,8 +1,9 @@
-"""Reads API keys and other secrets from files that only their owner may read."""
+"""Reads API keys and other secrets from files that no other user may read."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from pathlib import Path
 
@@ -29,13 +30,23 @@ def read_keys(setting: str, path: str) -> list[str]:
 def _private_text(setting: str, file: Path) -> str:
     """The text of a file. Raises ConfigError if other users may read it."""
     try:
-        if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        if is_open(file.stat()):
             raise ConfigError(f"{file} is open to other users of this machine: chmod 600 {file}")
         return file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{setting} {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{setting} {file} is not text") from None
+
+
+def is_open(status: os.stat_result) -> bool:
+    """Whether users beside the owner may use a file. The group may read a file of root's: so root
+    gives a service its secrets, in volumes of Kubernetes, too.
+    """
+    shared = stat.S_IRWXG | stat.S_IRWXO
+    if status.st_uid == 0:
+        shared &= ~stat.S_IRGRP
+    return bool(status.st_mode & shared)
 
 
 def digest_key(key: str) -> str:

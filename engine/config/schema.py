@@ -676,8 +676,8 @@ class ServerSection(Section):
     """port to listen on; 0: any free one"""
 
     api_key_file: str = ""
-    """file with the API keys of users, one per line, readable by its owner only; users generate,
-    and see their own requests
+    """file with the API keys of users, one per line, readable by its owner only (if root's, also by
+    its group); users generate, and see their own requests
     """
 
     api_keys: _Names = Field(default=(), json_schema_extra={"secret": True})

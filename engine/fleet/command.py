@@ -109,8 +109,8 @@ def _application(config: FleetConfig, http: HttpServer, read: _Read, host: str) 
 
 def ray_application(args: dict[str, str]) -> Application:
     """The application for `import_path` in a configuration of Ray Serve, such as a RayService: the
-    fleet of args["file"], a fleet.toml on every node. Keys come from the environment. Raises
-    ConfigError.
+    fleet of args["file"], a fleet.toml on every node. Keys come from its files or the environment.
+    Raises ConfigError.
     """
     from jitney.engine.fleet.config import FleetConfig
 

@@ -42,6 +42,9 @@ MANIFESTS = ("kubernetes/gpu.yaml", "kubernetes/tpu.yaml")
 COMMON, FLEET, RAY = (f"kubernetes/{name}.yaml" for name in ("common", "fleet", "ray"))
 #: Of our images: targets of the Dockerfile, and what one is built with beside its own.
 TAGS = ("cpu", "cuda12", "tpu", "fleet", "fleet-cuda12")
+#: Settings that name the files of keys, and those that would hold keys themselves.
+KEY_FILES = ("JITNEY_API_KEY_FILE", "JITNEY_ADMIN_KEY_FILE")
+KEYS_IN_ENVIRONMENT = ("JITNEY_API_KEYS", "JITNEY_ADMIN_KEYS")
 #: Seconds that preStop waits.
 PRE_STOP_S = 5
 
@@ -194,7 +197,7 @@ def fleet_toml(file: str, folder: Path) -> Path:
 
 
 def test_the_fleet_finds_the_pods_and_drains_in_its_time(tmp_path: Path):
-    config = FleetConfig.read(fleet_toml(FLEET, tmp_path), {"JITNEY_API_KEYS": "k"})
+    config = FleetConfig.read(fleet_toml(FLEET, tmp_path))
     (model,) = config.models.values()
     assert isinstance(model, ReplicasSection)
     (url,) = model.urls
@@ -220,13 +223,80 @@ def test_the_fleet_finds_the_pods_and_drains_in_its_time(tmp_path: Path):
     assert served["args"][-1] == mounted(served, "config") + "/fleet.toml"
     for probe in ("livenessProbe", "readinessProbe"):
         assert served[probe]["httpGet"]["path"] in {route.path for route in _FLEET_ROUTES}
-    (key,) = pod["spec"]["initContainers"]
-    assert key["command"][-1] == config.fleet.engine_key_file
-    assert mounted(served, "run") == str(Path(config.fleet.engine_key_file).parent)
-    source = {"secretKeyRef": {"name": "jitney-keys", "key": Path(key["command"][-2]).name}}
-    for file in MANIFESTS:
-        given = {each["name"]: each.get("valueFrom") for each in container(file)["env"]}
-        assert given["JITNEY_ADMIN_KEYS"] == source, "the fleet has an administrator's key"
+    assert config.fleet.engine_key_file == config.server.admin_key_file, "engines accept it too"
+
+
+def key_files(spec: dict[str, Any], file: str, folder: Path) -> set[str]:
+    """The key files that the container of a pod is told of, by its environment or its ConfigMap."""
+    (served,) = spec["containers"]
+    told = {each["name"]: each.get("value") for each in served.get("env", ())}
+    files = {told[name] for name in KEY_FILES if name in told}
+    if any(part["kind"] == "ConfigMap" for part in documents(file)):
+        config = FleetConfig.read(fleet_toml(file, folder))
+        server, engine_key = config.server, config.fleet.engine_key_file
+        paths = {server.api_key_file, server.admin_key_file, engine_key or server.admin_key_file}
+        files |= {path.replace(f"{ROOT}/configs/", "/etc/jitney/") for path in paths}
+    return files
+
+
+@pytest.mark.parametrize("file", [*MANIFESTS, FLEET, RAY])
+def test_keys_of_a_pod_are_files_that_follow_the_secret(file: str, tmp_path: Path):
+    """And that only this user's group may read. Keys in the environment, or copies of a secret,
+    would change at a restart alone.
+    """
+    for pod in pods(file):
+        (served,) = pod["containers"]
+        [secret] = [each["secret"] for each in pod["volumes"] if each["name"] == "keys"]
+        assert secret == {"secretName": "jitney-keys", "defaultMode": 0o440}
+        [mount] = [each for each in served["volumeMounts"] if each["name"] == "keys"]
+        assert "subPath" not in mount, "such a file would stay as it was at the start"
+        assert key_files(pod, file, tmp_path) == {
+            f"{mount['mountPath']}/{key}" for key in ("api", "admin")
+        }
+        assert pod["securityContext"]["supplementalGroups"] == [0]
+        assert not {each["name"] for each in served.get("env", ())} & set(KEYS_IN_ENVIRONMENT)
+
+
+def pods(file: str) -> list[dict[str, Any]]:
+    """The specifications of a file's pods."""
+    for part in documents(file):
+        if part["kind"] == "RayService":
+            cluster = part["spec"]["rayClusterConfig"]
+            groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+            return [group["template"]["spec"] for group in groups]
+    return [
+        part["spec"]["template"]["spec"]
+        for part in documents(file)
+        if part["kind"] in ("Deployment", "StatefulSet")
+    ]
+
+
+def test_keys_of_the_unit_and_of_compose_are_files_too():
+    told = dict(
+        word.split("=", 1)
+        for name, value in unit_lines("Service")
+        if name == "Environment"
+        for word in value.split()
+    )
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    assert "/etc/jitney/$name.keys" in text and "useradd --system jitney" in text
+    assert [told[name] for name in KEY_FILES] == [
+        "/etc/jitney/api.keys",
+        "/etc/jitney/admin.keys",
+    ]
+    service = dict(unit_lines("Service"))
+    assert (service["User"], service["ExecReload"]) == ("jitney", "/bin/kill -HUP $MAINPID")
+    assert "EnvironmentFile" not in service
+    (compose,) = documents("compose.yaml")
+    engine = compose["services"]["jitney"]
+    assert {f"/run/secrets/{name}" for name in engine["secrets"]} == {
+        engine["environment"][name] for name in KEY_FILES
+    }
+    assert not engine["environment"].keys() & set(KEYS_IN_ENVIRONMENT)
+    for secret in compose["secrets"].values():
+        assert secret["file"].startswith("${KEYS:?")
+    user = next(stage for stage in stages().values() if stage.name == "cpu").all("USER")
+    assert compose["services"]["prometheus"]["group_add"] == user
 
 
 def mounted(container: dict[str, Any], volume: str) -> str:
@@ -239,7 +309,6 @@ def test_ray_serve_is_told_of_an_application_that_is_there(
 ):
     """It is built of the ConfigMap's fleet.toml, by what Serve reads in a RayService."""
     schema = pytest.importorskip("ray.serve.schema")
-    monkeypatch.setenv("JITNEY_ADMIN_KEYS", "a-boss-s-key")
     (service,) = (part for part in documents(RAY) if part["kind"] == "RayService")
     told = schema.ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     assert (told.http_options.host, told.http_options.port) == ("0.0.0.0", 8000)
@@ -251,9 +320,14 @@ def test_ray_serve_is_told_of_an_application_that_is_there(
     for pod in pods:
         (each,) = pod["template"]["spec"]["containers"]
         assert application.args == {"file": mounted(each, "config") + "/fleet.toml"}
-    built = build({"file": str(fleet_toml(RAY, tmp_path))})
+    file = fleet_toml(RAY, tmp_path)
+    for name in ("api", "admin"):
+        (tmp_path / name).write_text(f"the-{name}-key")
+        (tmp_path / name).chmod(0o400)
+    file.write_text(file.read_text().replace(f"{ROOT}/configs/keys/", f"{tmp_path}/"))
+    built = build({"file": str(file)})
     assert type(built).__name__ == "Application"
-    config = FleetConfig.read(tmp_path / "fleet.toml", {"JITNEY_ADMIN_KEYS": "k"})
+    config = FleetConfig.read(tmp_path / "fleet.toml")
     (model,) = config.models.values()
     assert isinstance(model, ReplicasSection)
     (workers,) = cluster["workerGroupSpecs"]

@@ -22,6 +22,7 @@ from jitney.engine.cli.serve import _curl_line
 from jitney.engine.common.display import _Lines
 from jitney.engine.common.engine_info import ModelInfo
 from jitney.engine.common.errors import ConfigError, RequestError
+from jitney.engine.common.key_file import is_open
 from jitney.engine.common.messages import Progress
 from jitney.engine.config.layers import ResolvedConfig
 from jitney.engine.config.schema import Config, ServerSection
@@ -192,6 +193,22 @@ def test_a_port_can_be_taken_again_at_once():
             pass
     with listen("127.0.0.1", port) as again:
         assert again.getsockname()[1] == port
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "refused"),
+    [
+        (0, 0o400, False),
+        (0, 0o440, False),
+        (0, 0o460, True),
+        (0, 0o444, True),
+        (1000, 0o600, False),
+        (1000, 0o640, True),
+    ],
+)
+def test_the_group_may_read_keys_that_are_roots(owner: int, mode: int, refused: bool):
+    """A secret's volume in Kubernetes; a key file that root gives a service's group."""
+    assert is_open(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))) is refused
 
 
 def test_keys_come_from_a_file_that_is_ours_alone(tmp_path: Path):
