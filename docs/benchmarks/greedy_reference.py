@@ -1,7 +1,7 @@
-"""Compares the default model's greedy answers in float32 with those of transformers, with every
+"""Compares the default model's greedy answers with those of transformers in float32, with every
 kernel set that runs on this CPU and with the CPU kernels compiled for other CPUs by name.
 
-    python docs/benchmarks/greedy_reference.py [CPU ...]
+    python docs/benchmarks/greedy_reference.py [--dtype bfloat16] [CPU ...]
 
 Weights are rounded to bfloat16 first, as the reference's were (tests/data/smollm2_greedy.json). An
 answer is equal if all tokens are, up to a token at which the reference's own best two were within
@@ -31,13 +31,15 @@ TESTS = Path(__file__).parents[2] / "tests"
 TIE = 1e-3
 
 
-def answers(kernels: str) -> tuple[int, int, float]:
-    """(equal answers, answers, largest top-5 log-probability difference) of a kernel set."""
+def answers(kernels: str, dtype: str) -> tuple[int, int, float]:
+    """(equal answers, answers, largest top-5 log-probability difference) of a kernel set. dtype: of
+    weights and activations.
+    """
     jax.clear_caches()  # cached programs call the kernels of another set
     items = json.loads((TESTS / "data" / "smollm2_greedy.json").read_text())["items"]
     llm = LLM(
         "smollm2-135m",
-        dtype="float32",
+        dtype=dtype,
         max_seats=8,
         token_budget=64,
         context=256,
@@ -48,7 +50,8 @@ def answers(kernels: str) -> tuple[int, int, float]:
     )
     runner = llm.core.runner
     assert isinstance(runner, Runner)
-    runner.leaves = [leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves]
+    if dtype == "float32":
+        runner.leaves = [leaf.astype(jnp.bfloat16).astype(jnp.float32) for leaf in runner.leaves]
     params = [
         SamplingParams(
             temperature=0, max_tokens=len(item["output_ids"]), ignore_eos=True, logprobs=5
@@ -74,8 +77,8 @@ def answers(kernels: str) -> tuple[int, int, float]:
     return equal, len(items), apart
 
 
-def report(name: str, kernels: str) -> None:
-    equal, count, apart = answers(kernels)
+def report(name: str, kernels: str, dtype: str) -> None:
+    equal, count, apart = answers(kernels, dtype)
     print(f"{name:<28} {equal} of {count} equal, log-probabilities within {apart:.1e}", flush=True)
 
 
@@ -95,23 +98,24 @@ def compiled_for(cpu: str) -> tuple[library._Library | None, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("cpus", nargs="*", metavar="CPU", help="names as g++ -march takes them")
     args = parser.parse_args()
     compiler = subprocess.run([*build.compiler(), "--version"], capture_output=True, text=True)
     print(f"{cpu_name()}; {compiler.stdout.splitlines()[0]}")
-    report("reference", "reference")
+    report("reference", "reference", args.dtype)
     for level in build.Level.here():
         build.build([level])
         loaded = library._opened(level)
         library.load = lambda loaded=loaded: loaded
-        report(f"native ({level.name})", "native")
+        report(f"native ({level.name})", "native", args.dtype)
     for cpu in args.cpus:
         made, why_not = compiled_for(cpu)
         if made is None:
             print(f"{cpu:<28} {why_not}", flush=True)
             continue
         library.load = lambda made=made: made
-        report(f"native, for {cpu}", "native")
+        report(f"native, for {cpu}", "native", args.dtype)
 
 
 if __name__ == "__main__":
