@@ -15,6 +15,8 @@ from jitney.engine.fleet.forwarding import STREAMS
 from jitney.engine.fleet.request import WRITING, ProxiedRequest
 
 _JSON = "application/json"
+#: Longest body that is checked, in bytes: vectors may have tens of megabytes, error pages do not.
+_CHECKED_BYTES = 1 << 20
 #: Start of the data of a server-sent event; data of the last event in some forms.
 _DATA, _DONE = b"data:", b"[DONE]"
 #: The last event of a complete stream contains one of these.
@@ -131,8 +133,8 @@ class AnswerShape:
         return media_type in STREAMS if self.streams else media_type == _JSON
 
     def fits(self, body: bytes) -> bool:
-        """Whether the complete body of a 200 without streaming is an answer of the route."""
-        return _is_json(body, self._plain)
+        """Whether the complete body of a 200 without streaming may be an answer of the route."""
+        return len(body) > _CHECKED_BYTES or _is_json(body, self._plain)
 
     @staticmethod
     def is_error(body: bytes) -> bool:
