@@ -40,8 +40,10 @@ FLAGS = (
 CODE = """
 import sys
 from functools import partial
-from jitney.engine import server
-server.ProcessClient = partial(server.ProcessClient, builder="process_core:build_slowed")
+from jitney.engine.server.process import process_client
+process_client.ProcessClient = partial(
+    process_client.ProcessClient, builder="process_core:build_slowed"
+)
 from jitney.engine.cli import main
 sys.exit(main())
 """
