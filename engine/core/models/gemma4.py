@@ -153,7 +153,7 @@ class _FeedForwardAndExperts(Experts):
         )
         asking = rounded(asking.astype(jnp.float32) * x.shape[-1] ** -0.5, dtype)
         sums = [
-            self.shared(normed, kernels, rows),
+            whole(self.shared(normed, kernels, rows)),
             self.routed(reading, asking, kernels, rows),
         ]
         if self.shards > 1:

@@ -252,7 +252,15 @@ def test_random_models_repeat_and_decide():
 
 @pytest.mark.parametrize(
     ("family", "norms"),
-    [("llama", 3), ("gemma2", 0), ("granite", 0), ("olmo2", 0), ("qwen3_5", 3), ("deepseek_v3", 1)],
+    [
+        ("llama", 3),
+        ("gemma2", 0),
+        ("gemma4_unified", 0),
+        ("granite", 0),
+        ("olmo2", 0),
+        ("qwen3_5", 3),
+        ("deepseek_v3", 1),
+    ],
 )
 @pytest.mark.parametrize("weights", ["plain", "fp8"])
 def test_norms_add_the_parts_of_the_products_that_they_read(family: str, norms: int, weights: Any):
