@@ -357,7 +357,8 @@ def copies(step: Step, made: Account) -> list[str]:
     """
     sizes = {*step.kept.pools} | {int(leaf.size) for leaf in step.weights}
     if step.config.experts is not None:  # each of the experts, too
-        alike = (int(leaf.size) for leaf in step.weights if len(leaf.shape) == 3)
+        of_experts = [leaf for leaf in step.weights if len(leaf.shape) == 3 and leaf.shape[0] > 1]
+        alike = (int(leaf.size) for leaf in of_experts)
         sizes |= {size // step.config.experts.n_experts for size in alike}
     rows = _sizes_of_rows(step)
     return [
