@@ -174,9 +174,11 @@ _LEAST_COLUMNS = 64
 
 
 #: Columns and rows of a tile of a product in parts, the most programs that its parts give work to
-#: (two for each processor of an H100), the most parts, and the least inputs of one. XLA, which
-#: multiplies the parts, would divide them once more if they were fewer.
-_PART_COLUMNS, _PART_ROWS, _PART_PROGRAMS, _MOST_PARTS, _PART_INPUTS = 128, 64, 256, 8, 256
+#: (two for each processor of an H100), and the most parts.
+_PART_COLUMNS, _PART_ROWS, _PART_PROGRAMS, _MOST_PARTS = 128, 64, 256, 8
+#: The least inputs of a part; their number is a multiple of 16. With more than 3,072, XLA, which
+#: multiplies the parts, would divide them once more.
+_PART_INPUTS, _PART_VECTOR, _PART_LONG = 256, 16, 3072
 
 
 def parts_of(rows: int, size_in: int, size_out: int) -> int:
@@ -185,8 +187,11 @@ def parts_of(rows: int, size_in: int, size_out: int) -> int:
     """
     tiles = -(-size_out // _PART_COLUMNS) * -(-rows // _PART_ROWS)
     parts = 1
-    while 2 * parts * tiles <= _PART_PROGRAMS and parts < _MOST_PARTS:
-        if size_in % (2 * parts * _PART_INPUTS):
+    while parts < _MOST_PARTS:
+        long = rows <= _PART_ROWS and size_in > parts * _PART_LONG
+        if 2 * parts * tiles > _PART_PROGRAMS and not long:
+            break
+        if size_in % (2 * parts * _PART_VECTOR) or size_in < 2 * parts * _PART_INPUTS:
             break
         parts *= 2
     return parts

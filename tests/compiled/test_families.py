@@ -16,12 +16,12 @@ MOST = 1.15
 COUNTED = 8
 KERNELS = {
     MXFP4: 56,
-    "qwen3.5-27b": 70,
+    "qwen3.5-27b": 66,
     "qwen3.5-35b-a3b": 92,
-    "glm-4.7-flash": 57,
+    "glm-4.7-flash": 56,
     "gemma-4-26b-a4b": 157,
     "nemotron-3-nano-30b-a3b": 89,
-    "lfm2-8b-a1b": 67,
+    "lfm2-8b-a1b": 63,
 }
 SPECS = [spec for spec in families() if spec.plugin]
 if not SPECS:

@@ -26,7 +26,7 @@ from jitney.kernels.interface import AttentionMeta, KernelError
 from jitney.kernels.mamba import MambaWeights
 from jitney.kernels.partial_sums import PartialSums
 from jitney.kernels.triton_gpu.kernel_set import TritonKernels
-from jitney.kernels.triton_gpu.tiles import _ATTENTION, _PROCESSORS, ProductTiles
+from jitney.kernels.triton_gpu.tiles import _ATTENTION, _PROCESSORS, ProductTiles, parts_of
 from jitney.kernels.triton_gpu.top_k_top_p import _SHIFTS
 from jitney.kernels.w8a8 import Fp8
 
@@ -541,6 +541,13 @@ def test_few_blocks_are_cut_into_as_many_programs_as_there_are_processors():
     assert ProductTiles(90).experts(16, 2, 8, 1536).block_n == 64
     assert ProductTiles(90).experts(16, 2, 144, 1536).block_n == 128
     assert ProductTiles(89).experts(16, 2, 8, 1536).block_n == 128
+
+
+def test_products_of_few_rows_and_many_inputs_have_as_many_parts_as_xla_would_make():
+    """Of Llama-3.1-8B, Qwen3.5-27B and Gemma 3 12B; and parts of many rows are large."""
+    for size_in, size_out in ((14336, 4096), (17408, 5120), (15360, 3840)):
+        assert {parts_of(rows, size_in, size_out) for rows in (1, 8, 64)} == {8}
+    assert parts_of(128, 17408, 5120) == 2
 
 
 def test_fp8_pools_need_a_gpu_that_has_fp8():
