@@ -16,12 +16,12 @@ MOST = 1.15
 COUNTED = 8
 KERNELS = {
     MXFP4: 56,
-    "qwen3.5-27b": 66,
-    "qwen3.5-35b-a3b": 92,
-    "glm-4.7-flash": 56,
+    "qwen3.5-27b": 63,
+    "qwen3.5-35b-a3b": 89,
+    "glm-4.7-flash": 55,
     "gemma-4-26b-a4b": 157,
-    "nemotron-3-nano-30b-a3b": 89,
-    "lfm2-8b-a1b": 63,
+    "nemotron-3-nano-30b-a3b": 86,
+    "lfm2-8b-a1b": 61,
 }
 SPECS = [spec for spec in families() if spec.plugin]
 if not SPECS:

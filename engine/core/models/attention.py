@@ -196,7 +196,7 @@ class GatedAttention(Attention):
         kv: Array,
         meta: AttentionMeta,
         kernels: Kernels,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array | PartialSums, Array]:
         kernels = kernels.of_rows(meta.counts[2])
         n_rows, split = x.shape[0], 2 * self.n_heads * self.head_dim
         rows = whole(self.projected(x, kernels, meta.adapted))
@@ -211,4 +211,4 @@ class GatedAttention(Attention):
         o, kv = self.attended(heads, rope, kv, meta, kernels)
         opened = jax.nn.sigmoid(gates.astype(jnp.float32))
         gated = (o.astype(jnp.float32) * opened).astype(x.dtype)
-        return self.o(gated, kernels, adapted=meta.adapted), kv
+        return self.o.in_parts(gated, kernels, meta.adapted), kv

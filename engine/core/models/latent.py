@@ -31,6 +31,7 @@ from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, Dialect, FileFormat
 from jitney.kernels.interface import AttentionMeta, Kernels, OneOf
+from jitney.kernels.partial_sums import PartialSums
 
 #: Epsilon of the norms of latents; the other norms have the model's own.
 _EPS = 1e-6
@@ -123,7 +124,7 @@ class _LatentAttention(Mixer):
 
     def __call__(
         self, x: Array, rope: Rope, kv: Array, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array | PartialSums, Array]:
         """x [T, E], kv [N, page, 1, R + P] -> ([T, E], kv)."""
         kernels = kernels.of_rows(meta.counts[2])
         own, n_rows = self.latent, x.shape[0]
@@ -142,7 +143,7 @@ class _LatentAttention(Mixer):
         k = jnp.concatenate(parts, axis=-1)
         o, kv = kernels.paged_attention(q, k, None, kv, meta, scale=self.scale, value_dim=own.rank)
         o = self.from_latent(o, kernels).reshape(n_rows, -1)
-        return self.o(o, kernels, adapted=meta.adapted), kv
+        return self.o.in_parts(o, kernels, meta.adapted), kv
 
 
 class _Block(MixtureBlock):

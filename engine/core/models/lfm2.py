@@ -23,6 +23,7 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta, Kernels
+from jitney.kernels.partial_sums import PartialSums
 
 _HF = replace(
     HF,
@@ -59,13 +60,13 @@ class _ShortConv(Mixer):
 
     def __call__(
         self, x: Array, rope: Rope, kv: DeltaState, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, DeltaState]:
+    ) -> tuple[Array | PartialSums, DeltaState]:
         """x [T, E], kv: the layer's state -> ([T, E], kv). Positions are not used."""
         kernels = kernels.of_rows(meta.counts[2])
         rows = self.qkv(x, kernels, adapted=meta.adapted)
         taps = self.taps[...]
         o, kv = kernels.short_conv(rows, taps.reshape(taps.shape[0], -1), kv, meta)
-        return self.o(o, kernels, adapted=meta.adapted), kv
+        return self.o.in_parts(o, kernels, meta.adapted), kv
 
 
 class _Block(MixtureBlock):

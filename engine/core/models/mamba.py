@@ -20,6 +20,7 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta, Kernels
 from jitney.kernels.mamba import MambaWeights
+from jitney.kernels.partial_sums import PartialSums
 
 
 class Mamba(Mixer):
@@ -55,7 +56,7 @@ class Mamba(Mixer):
 
     def __call__(
         self, x: Array, rope: Rope, kv: DeltaState, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, DeltaState]:
+    ) -> tuple[Array | PartialSums, DeltaState]:
         """x [T, E], kv: the layer's state -> ([T, E], kv). Positions are not used."""
         kernels = kernels.of_rows(meta.counts[2])
         rows = self.qkv(x, kernels, adapted=meta.adapted)
@@ -71,7 +72,7 @@ class Mamba(Mixer):
         read, kv = kernels.mamba(rest, weights, kv, meta, limits=self.limits)
         gated = read.reshape(x.shape[0], -1) * jax.nn.silu(gates.astype(jnp.float32))
         normed = self._normed(gated, kernels) * self.value_norm[...]
-        return self.o(normed.astype(x.dtype), kernels, adapted=meta.adapted), kv
+        return self.o.in_parts(normed.astype(x.dtype), kernels, meta.adapted), kv
 
     def _normed(self, gated: Array, kernels: Kernels) -> Array:
         """Divide gated float32 [T, H V] by the root mean square of each group."""

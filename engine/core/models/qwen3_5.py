@@ -26,6 +26,7 @@ from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, HeadNames
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
 from jitney.kernels.interface import AttentionMeta, Kernels
+from jitney.kernels.partial_sums import PartialSums
 
 #: Columns of the matrix of rates are padded to a multiple of this, as kernels for products need.
 _COLUMNS = 16
@@ -69,7 +70,7 @@ class _GatedDeltaNet(Mixer):
 
     def __call__(
         self, x: Array, rope: Rope, kv: DeltaState, meta: AttentionMeta, kernels: Kernels
-    ) -> tuple[Array, DeltaState]:
+    ) -> tuple[Array | PartialSums, DeltaState]:
         """x [T, E], kv: the layer's state -> ([T, E], kv). Positions are not used."""
         kernels = kernels.of_rows(meta.counts[2])
         rows = self.qkv(x, kernels, adapted=meta.adapted)
@@ -82,7 +83,7 @@ class _GatedDeltaNet(Mixer):
             self.norm[...],
         )
         o, kv = kernels.delta_net(rows, rates, weights, kv, meta, eps=self.eps)
-        return self.o(o, kernels, adapted=meta.adapted), kv
+        return self.o.in_parts(o, kernels, meta.adapted), kv
 
     def pack(self, kernels: Kernels) -> None:
         """See `Mixer.pack`; the rates are padded with columns of zeros to whole vectors."""

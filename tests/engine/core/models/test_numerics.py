@@ -258,8 +258,8 @@ def test_random_models_repeat_and_decide():
         ("gemma4_unified", 0),
         ("granite", 0),
         ("olmo2", 0),
-        ("qwen3_5", 3),
-        ("deepseek_v3", 1),
+        ("qwen3_5", 5),
+        ("deepseek_v3", 2),
     ],
 )
 @pytest.mark.parametrize("weights", ["plain", "fp8"])
