@@ -262,6 +262,13 @@ class StepTimeEstimate:
         self._take_in()
         return bucket in self._seen
 
+    def has_seen_as_large(self, bucket: Bucket) -> bool:
+        """Whether a mixed step of at least as many rows was measured."""
+        self._take_in()
+        return any(
+            [seen in self._seen and seen.tokens >= bucket.tokens for seen in self.buckets.mixed]
+        )
+
     def needed_to_pay(self, sequences: int) -> int | None:
         """Number of sequences that must join `sequences` decoding ones to give more tokens per
         second; 1 if that is not known, None if the next bucket does not hold enough.

@@ -279,6 +279,7 @@ class PredictedWait:
         beside = times.buckets.mixed_for(decoding + 1)
         bucket = next((b for b in beside if decoding + most <= b.tokens), beside[-1])
         seconds = times.mixed(bucket, min(bucket.tokens, decoding + most))
-        if seconds is None:
+        if seconds is None or not times.has_seen_as_large(bucket):
+            # Growing with the rows, the time of the first few prompts would refuse the next ones.
             seconds = times.step or _FIRST_STEP_S
         return most, seconds + times.per_pair * most * mean / 2

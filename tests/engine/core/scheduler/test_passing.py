@@ -447,6 +447,13 @@ def test_prompts_ahead_are_waited_for_though_seats_are_free():
     assert told(core, [9] * 3) == 0.0, "a short one passes them"
 
 
+def test_long_prompts_are_not_refused_for_the_time_of_a_few_short_ones():
+    """Twelve come after two of 20 tokens; a step's fixed time is most of what those took."""
+    before = [Arrival(float(second), 20, 8) for second in range(2)]
+    told, real = waits([*before, *[Arrival(4.0, 2300, 8)] * 12])
+    assert told[-1] < 1.3 * real[-1]
+
+
 def test_a_free_seat_is_no_way_around_the_longest_predicted_wait():
     core = busy_core(FakeClock(), max_predicted_wait_s=16.0)
     with pytest.raises(RequestError, match="s of waiting are ahead") as refused:
