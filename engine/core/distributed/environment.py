@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from jitney.engine.common.errors import ConfigError
+from jitney.engine.common.ports import HostAddress
 from jitney.engine.config import AUTO, Config, EngineSection
 
 #: Port at the first host.
@@ -37,9 +38,6 @@ def placed(config: Config, environ: Mapping[str, str]) -> Config:
     if identity.n_hosts == 1:
         update: dict[str, object] = {"coordinator": ""}
     else:
-        # Only engines on several hosts connect to each other.
-        from jitney.engine.common.ports import HostAddress
-
         update = {
             "coordinator": str(HostAddress(identity.first, _PORT)),
             "n_hosts": identity.n_hosts,

@@ -52,7 +52,7 @@ class Passing:
         if rows_first <= self._token_budget:
             return 0
         most = _MUCH_SHORTER * rows_first
-        return int(most if self._owed <= 0 else min(self._saved, most))
+        return int(min(self._saved, most) if self._owed else most)
 
     def rows_until(self, rows: int, rows_first: int, shorter: int) -> float:
         """Rows that are computed before a prompt of `rows` rows passes `rows_first` rows; inf if it
@@ -60,8 +60,7 @@ class Passing:
         """
         if rows_first <= self._token_budget or rows > _MUCH_SHORTER * rows_first:
             return math.inf
-        owed = self._owed + max(0.0, shorter - self._saved)
-        until = max(0.0, owed) / _LONGER_SHARE
+        until = (self._owed + max(0.0, shorter - self._saved)) / _LONGER_SHARE
         if rows <= self._token_budget:
             until = min(until, max(0.0, rows + shorter - self._saved) / _SHARE)
         return shorter + until
