@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
@@ -28,8 +29,13 @@ _FILL = 1.2
 #: A step that takes this many times as long as the quickest counts as far above it. On two cores 32
 #: streams take about twice as long as one: scattered times must not decide.
 _FAR = 1.5
-#: Fewest measured steps of a bucket for `newest`.
+#: Fewest measured steps of a bucket for `newest`, and for a median that one disturbed step does not
+#: change.
 _FEWEST_SEEN = 3
+#: In the sums that `stretch` uses, a step counts as at most this many times as long as is typical:
+#: a pause of seconds in which the machine did nothing, after hundreds of short steps, tells nothing
+#: about the steps to come.
+_LONGEST_STRETCH = 10.0
 #: A step with less than this share of its bucket's rows is scaled as if it had this share, because
 #: most of its time is the fixed part.
 _LEAST_FULL = 0.5
@@ -142,6 +148,7 @@ class StepTimeEstimate:
             return
         full = self._typical(bucket) if bucket.decode_only else self._base(bucket)
         typical = self._with_rows(full, bucket, rows) + self._slope.value * pairs
+        seconds = min(seconds, _LONGEST_STRETCH * typical)
         self._taken_s = _FADE_SLOWLY * self._taken_s + seconds
         self._typical_s = _FADE_SLOWLY * self._typical_s + typical
 
@@ -204,16 +211,26 @@ class StepTimeEstimate:
         A bucket without measured steps gets a share of the next larger measured one's time, by its
         rows, and no less than the next smaller one's. That is too short, so that the bucket is
         tried and measured. Above all measured buckets the time grows in proportion to the rows.
+        With few measured steps, which may all be disturbed, this is an upper bound.
         """
         self._take_in()
-        full = self._base(bucket) if bucket in self._seen else self._of_neighbours(bucket.tokens)
-        return None if full is None else self._with_rows(full, bucket, rows or bucket.tokens)
+        full = self._base(bucket) if bucket in self._seen else None
+        if full is None or not self._is_measured(bucket):
+            least = self._of_neighbours(bucket)
+            full = min(full or math.inf, least or math.inf)
+        return None if full == math.inf else self._with_rows(full, bucket, rows or bucket.tokens)
 
-    def _of_neighbours(self, tokens: int) -> float | None:
-        """Estimated seconds of a full step of `tokens` rows whose bucket was not measured; None
-        before any mixed step.
+    def _is_measured(self, bucket: Bucket) -> bool:
+        """Whether at least _FEWEST_SEEN steps of this bucket were measured."""
+        return bucket in self._seen and len(self._seen[bucket]) >= _FEWEST_SEEN
+
+    def _of_neighbours(self, unknown: Bucket) -> float | None:
+        """Estimated seconds of a full mixed step of this bucket, from the others; None before any
+        step of those.
         """
-        seen = [bucket for bucket in self.buckets.mixed if bucket in self._seen]
+        tokens = unknown.tokens
+        others = [bucket for bucket in self.buckets.mixed if bucket != unknown]
+        seen = [bucket for bucket in others if bucket in self._seen]
         if not seen:
             return None
         above = bisect_left(seen, tokens, key=lambda bucket: bucket.tokens)
@@ -262,12 +279,15 @@ class StepTimeEstimate:
         self._take_in()
         return bucket in self._seen
 
-    def has_seen_as_large(self, bucket: Bucket) -> bool:
-        """Whether a mixed step of at least as many rows was measured."""
+    def mixed_at_least(self, bucket: Bucket, rows: int) -> float | None:
+        """Like `mixed`, but no guess that may be too long: before several steps of at least as many
+        rows were measured, the longest typical time of all buckets; None before any step.
+        """
         self._take_in()
-        return any(
-            [seen in self._seen and seen.tokens >= bucket.tokens for seen in self.buckets.mixed]
-        )
+        measured = [seen for seen in self._seen if self._is_measured(seen)]
+        if any([not seen.decode_only and seen.tokens >= bucket.tokens for seen in measured]):
+            return self.mixed(bucket, rows)
+        return max([self._typical(seen) for seen in measured], default=self._step)
 
     def needed_to_pay(self, sequences: int) -> int | None:
         """Number of sequences that must join `sequences` decoding ones to give more tokens per

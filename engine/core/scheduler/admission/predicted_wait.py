@@ -278,8 +278,5 @@ class PredictedWait:
         most = max(1, budget.most(decoding, mean // 2, wanting, short=short))
         beside = times.buckets.mixed_for(decoding + 1)
         bucket = next((b for b in beside if decoding + most <= b.tokens), beside[-1])
-        seconds = times.mixed(bucket, min(bucket.tokens, decoding + most))
-        if seconds is None or not times.has_seen_as_large(bucket):
-            # Growing with the rows, the time of the first few prompts would refuse the next ones.
-            seconds = times.step or _FIRST_STEP_S
-        return most, seconds + times.per_pair * most * mean / 2
+        seconds = times.mixed_at_least(bucket, min(bucket.tokens, decoding + most))
+        return most, (seconds or _FIRST_STEP_S) + times.per_pair * most * mean / 2

@@ -33,10 +33,11 @@ BUCKETS = Buckets.of(max_seats=16, token_budget=256)  # mixed: 32, 64, 128, 256 
 
 
 def step_times_of(**seconds: float) -> StepTimeEstimate:
-    """An estimate that has seen mixed buckets of these sizes: m64=0.1."""
+    """An estimate that has seen three steps of each of these mixed buckets: m64=0.1."""
     step_times = StepTimeEstimate(BUCKETS)
     for name, value in seconds.items():
-        step_times.observe(Bucket(int(name[1:]), 16), value)
+        for _ in range(3):
+            step_times.observe(Bucket(int(name[1:]), 16), value)
     return step_times
 
 
@@ -49,6 +50,27 @@ def test_a_disturbed_step_does_not_change_the_pace():
     for _ in range(_KEPT):
         step_times.observe(Bucket(64, 16), 0.2)
     assert step_times.mixed(Bucket(64, 16)) == 0.2, "what is long ago is forgotten"
+
+
+def test_a_disturbed_first_step_of_a_bucket_does_not_change_the_pace():
+    step_times = step_times_of(m64=0.1)
+    step_times.observe(Bucket(128, 16), 9.0)
+    assert step_times.mixed(Bucket(128, 16)) == pytest.approx(0.2)
+    assert step_times.mixed_at_least(Bucket(128, 16), 128) == pytest.approx(0.1)
+    for _ in range(2):
+        step_times.observe(Bucket(128, 16), 0.15)
+    assert step_times.mixed(Bucket(128, 16)) == pytest.approx(0.15)
+    assert step_times.mixed_at_least(Bucket(128, 16), 128) == pytest.approx(0.15)
+    assert step_times.mixed_at_least(Bucket(256, 16), 256) == pytest.approx(0.15)
+
+
+def test_a_pause_of_the_machine_does_not_stretch_the_next_steps():
+    """Three seconds in a row of steps of 15 ms."""
+    step_times = StepTimeEstimate(BUCKETS)
+    for number in range(200):
+        step_times.observe(Bucket(1, 1), 3.0 if number == 190 else 0.015)
+    assert step_times.stretch < 1.12
+    assert step_times.mixed_at_least(Bucket(256, 16), 256) == pytest.approx(0.015)
 
 
 def test_a_bucket_that_was_not_seen_is_judged_by_its_neighbours():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +25,7 @@ from jitney.engine.common.requests import EngineRequest
 from jitney.engine.common.trace import Arrival
 from jitney.engine.core.engine_core import EngineCore
 from jitney.engine.core.measuring.engine_shape import EngineShape
-from jitney.engine.core.measuring.virtual import StepTimes, VirtualDevice
+from jitney.engine.core.measuring.virtual import StepTimes, VirtualDevice, _FlyingStep
 from jitney.engine.core.scheduler.buckets import Bucket, Buckets
 from jitney.engine.core.scheduler.limits import SchedulerLimits
 from jitney.engine.core.scheduler.passing import _LONGER_SHARE, _PRICE, _SHARE, Passing
@@ -248,7 +249,7 @@ def test_brief_steps_are_those_of_a_bucket_where_padding_costs():
     times = StepTimeEstimate(buckets)
     budget = PrefillBudget(times, 1.0, 0.0)
     assert budget.brief(2) == 254, "nothing was measured"
-    for tokens, seconds in ((256, 0.100), (128, 0.052), (64, 0.040)):
+    for tokens, seconds in 3 * ((256, 0.100), (128, 0.052), (64, 0.040)):
         times.observe(Bucket(tokens, 4), seconds)
     assert budget.brief(2) == 126
 
@@ -382,9 +383,24 @@ def test_a_step_is_planned_late_for_a_short_prompt_behind_more_than_there_are_se
     assert core.scheduler.has_place
 
 
-def waits(arrivals: list[Arrival]) -> tuple[np.ndarray, np.ndarray]:
+class PausingDevice(VirtualDevice):
+    """A device on which the first step after `pause_at` seconds takes three more."""
+
+    pause_at = math.inf
+
+    def launch(self, batch: Plan) -> _FlyingStep:
+        step = super().launch(batch)
+        if step.ready > self.pause_at:
+            self.pause_at = math.inf
+            self._free_at += 3.0
+            step.ready += 3.0
+        return step
+
+
+def waits(arrivals: list[Arrival], pause_at: float = math.inf) -> tuple[np.ndarray, np.ndarray]:
     """(predicted, real) seconds before boarding, of each request."""
-    device = VirtualDevice(TABLE)
+    device = PausingDevice(TABLE)
+    device.pause_at = pause_at
     core = device.new_core(shape())
     scheduler = core.scheduler
     told: list[float] = []
@@ -451,6 +467,13 @@ def test_long_prompts_are_not_refused_for_the_time_of_a_few_short_ones():
     """Twelve come after two of 20 tokens; a step's fixed time is most of what those took."""
     before = [Arrival(float(second), 20, 8) for second in range(2)]
     told, real = waits([*before, *[Arrival(4.0, 2300, 8)] * 12])
+    assert told[-1] < 1.3 * real[-1]
+
+
+def test_long_prompts_are_not_refused_after_a_pause_of_the_machine():
+    """A second before them, among short steps, it did nothing for three seconds."""
+    before = [Arrival(0.4 * number, 20, 8) for number in range(24)]
+    told, real = waits([*before, *[Arrival(10.0, 2300, 8)] * 12], pause_at=9.0)
     assert told[-1] < 1.3 * real[-1]
 
 

@@ -97,7 +97,7 @@ def test_where_padding_is_free_a_step_has_the_rows_that_its_time_allows():
     step_times = StepTimeEstimate(sizes)
     step_times.observe(sizes.decode[0], 0.010)
     step_times.observe(sizes.decode[-1], 0.020)
-    for bucket in sizes.mixed:
+    for bucket in 3 * sizes.mixed:
         step_times.observe(bucket, 0.010 + bucket.tokens / 3000)
     short = PrefillBudget(step_times, AUTO, 0.0).most(31, short=True)
     assert short == 256, "what a short prompt may have, and no bucket's size"
@@ -146,7 +146,7 @@ def test_a_short_prompt_first_gets_a_slower_step_and_a_long_one_does_not():
     """
     step_times = StepTimeEstimate(Buckets.of(max_seats=32, token_budget=512))
     budget = PrefillBudget(step_times, AUTO, 0.0)
-    for bucket in step_times.buckets.all():
+    for bucket in 3 * [*step_times.buckets.all()]:
         times = DECODE_MS if bucket.decode_only else MIXED_MS
         step_times.observe(bucket, times[bucket.tokens] / 1000)
     assert [budget.is_short(rest, rest) for rest in (1, 256, 257)] == [True, True, False]
@@ -166,7 +166,7 @@ def test_a_short_prompt_first_gets_a_slower_step_and_a_long_one_does_not():
 
 def test_a_target_still_bounds_the_step():
     step_times = StepTimeEstimate(Buckets.of(max_seats=32, token_budget=512))
-    for bucket in step_times.buckets.mixed:
+    for bucket in 3 * step_times.buckets.mixed:
         step_times.observe(bucket, bucket.tokens / 1000)
     assert PrefillBudget(step_times, AUTO, 0.15).most(4, 0, 28) == 128 - 4
 
