@@ -17,8 +17,8 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.weights import repack
 from jitney.engine.core.weights.checkpoints.config_fields import MOST
 from jitney.engine.core.weights.checkpoints.files import Shape
-from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
-from jitney.engine.core.weights.slices import DecodedTensor, Sliceable, StoredTensor
+from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder, StoredTensor
+from jitney.engine.core.weights.slices import DecodedTensor, Sliceable
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 from jitney.kernels.mxfp4 import Mxfp4
 
@@ -96,11 +96,11 @@ class PlainFolder(SafetensorsFolder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.stored = self.shapes
         self.shapes = {}
         #: By the name of an expert's tensor.
         self.parts: dict[str, _Part] = {}
-        for name, shape in self.stored.items():
+        for name, tensor in self.tensors.items():
+            shape = tensor.shape
             match = _STACK.fullmatch(name)
             granite = _GRANITE_STACK.fullmatch(name)
             if match is not None:
@@ -111,18 +111,18 @@ class PlainFolder(SafetensorsFolder):
             else:
                 self.shapes[name] = shape
 
-    def _check_kind(self, shard: str, name: str) -> None:
+    def _check_kind(self, shard: str, name: str, kind: str) -> None:
         """Bytes are read of MXFP4 alone, integers of the tokens that a head drafts."""
-        super()._check_kind(shard, name)
-        if self.kinds[name] == "I64" and not name.endswith(("d2t", *self.unread)):
+        super()._check_kind(shard, name, kind)
+        if kind == "I64" and not name.endswith("d2t"):
             raise ModelError(f"{shard}: {name[:100]} has type I64, which is read of d2t alone")
-        if self.kinds[name] == "U8" and not name.endswith(("_blocks", "_scales", *self.unread)):
+        if kind == "U8" and not name.endswith(("_blocks", "_scales")):
             raise ModelError(f"{shard}: {name[:100]} has type U8, which is read of MXFP4 alone")
 
     def _take_apart(self, name: str, shape: Shape, prefix: str, matrix: str, kind: str) -> None:
         """Note the parts of a tensor of all experts by names of their own."""
         parts = _MATRICES[matrix]
-        in_turns = f"{prefix}{matrix}_bias" in self.stored
+        in_turns = f"{prefix}{matrix}_bias" in self.tensors
         if kind == "" and in_turns:
             kind = _TURNED
         axes, outputs = _AXES[kind]
@@ -150,9 +150,8 @@ class PlainFolder(SafetensorsFolder):
 
     def _check_blocks(self, name: str, shape: Shape) -> None:
         scales = _scales_of(name)
-        kinds = self.kinds[name], self.kinds.get(scales)
-        expected = (*shape[:3], _BLOCK_BYTES), shape[:3]
-        if kinds != ("U8", "U8") or (shape, self.stored[scales]) != expected:
+        found = [(one.kind, one.shape) for one in map(self.tensors.get, (name, scales)) if one]
+        if found != [("U8", (*shape[:3], _BLOCK_BYTES)), ("U8", shape[:3])]:
             raise ModelError(
                 f"{name[:100]} {list(shape)} needs blocks of {_BLOCK_BYTES} bytes, and scales U8 "
                 f"{list(shape[:3])} under {scales[-60:]}"
@@ -174,7 +173,7 @@ class PlainFolder(SafetensorsFolder):
     def sliced(self, name: str) -> Sliceable:
         """One tensor as floats."""
         if name not in self.parts:
-            return self._tensor(name)
+            return self.tensors[name]
         matrix = self.matrix(name)
         if matrix is not None:
             return DecodedTensor(matrix.floats, matrix.shape)
@@ -184,11 +183,7 @@ class PlainFolder(SafetensorsFolder):
         return DecodedTensor(lambda rows, columns: stored[columns, rows].T, self.shapes[name])
 
     def _of_expert(self, part: _Part) -> _OfExpert:
-        return _OfExpert(self._tensor(part.stored), part)
-
-    def _tensor(self, name: str) -> StoredTensor:
-        place = self.places[name]
-        return StoredTensor(place.file, place.name, self.stored[name])
+        return _OfExpert(self.tensors[part.stored], part)
 
 
 def _scales_of(blocks: str) -> str:

@@ -19,7 +19,7 @@ from jitney.engine.core.weights import repack
 from jitney.engine.core.weights.checkpoints.files import Shape
 from jitney.engine.core.weights.checkpoints.quantization_config import Packing
 from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
-from jitney.engine.core.weights.slices import DecodedTensor, Sliceable, StoredTensor
+from jitney.engine.core.weights.slices import DecodedTensor, Sliceable
 from jitney.engine.core.weights.stored_matrix import Along, Field, StoredMatrix
 from jitney.kernels.int4 import Int4
 
@@ -132,25 +132,25 @@ class QuantisedFolder(SafetensorsFolder):
         """
         super().__init__(folder, part=part)
         self.packing = packing
-        self.stored = self.shapes
-        self.shapes = {}
-        for name, shape in self.stored.items():
-            if not name.endswith(_PARTS) and (name in names or not self._is_zero_bias(name)):
-                self.shapes[name] = shape
+        self.shapes = {
+            name: tensor.shape
+            for name, tensor in self.tensors.items()
+            if not name.endswith(_PARTS) and (name in names or not self._is_zero_bias(name))
+        }
         self.shapes |= dict(self._matrices())
 
     def _is_zero_bias(self, name: str) -> bool:
-        return name.endswith(".bias") and not super().read(name).any()
+        return name.endswith(".bias") and not self.read(name).any()
 
     def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """(name, shape [O, I]) of each matrix in words."""
         own = _WORDS.get(self.packing.method)
         if own is None:
             return
-        for name, shape in self.stored.items():
+        for name, tensor in self.tensors.items():
             if name.endswith(own.words):
                 sizes = [
-                    _two_axes(name, shape)[along.axis] * along.numbers
+                    _two_axes(name, tensor.shape)[along.axis] * along.numbers
                     for along in (own.outputs, own.inputs)
                 ]
                 yield f"{name.removesuffix(own.words)}.weight", (sizes[0], sizes[1])
@@ -158,14 +158,14 @@ class QuantisedFolder(SafetensorsFolder):
     def matrix(self, name: str) -> StoredMatrix | None:
         """A matrix as it is stored; None for floats and for scales of blocks."""
         base = name.removesuffix(".weight")
-        if self.kinds.get(name) in _EIGHT_BITS:
+        if self._in_eight_bits(name):
             inverse = f"{base}.weight_scale_inv"
-            if inverse not in self.stored:
+            if inverse not in self.tensors:
                 return self._eight_bits(base, f"{base}.weight_scale")
-            if math.prod(self.stored[inverse]) == 1:
+            if math.prod(self.tensors[inverse].shape) == 1:
                 return self._eight_bits(base, inverse)
             return None
-        if name in self.stored or not name.endswith(".weight"):
+        if name in self.tensors or not name.endswith(".weight"):
             return None
         return self._in_words(base, _WORDS[self.packing.method])
 
@@ -174,26 +174,24 @@ class QuantisedFolder(SafetensorsFolder):
         matrix = self.matrix(name)
         if matrix is not None:
             return DecodedTensor(matrix.floats, matrix.shape)
-        if self.kinds.get(name) in _EIGHT_BITS:
-            return DecodedTensor(self._block_scaled(name), self.stored[name])
-        return self._tensor(name)
+        tensor = self.tensors[name]
+        if self._in_eight_bits(name):
+            return DecodedTensor(self._block_scaled(name), tensor.shape)
+        return tensor
 
-    def _tensor(self, name: str) -> Sliceable:
-        """A tensor that stays in its file."""
-        if self.kinds[name] == "F8_E4M3":
-            return super().read(name)  # mapped
-        place = self.places[name]
-        return StoredTensor(place.file, place.name, self.stored[name])
+    def _in_eight_bits(self, name: str) -> bool:
+        return name in self.tensors and self.tensors[name].kind in _EIGHT_BITS
 
     def _field(self, name: str, outputs: Along | None, inputs: Along | None) -> Field:
-        return Field(self._tensor(name), _NUMPY_TYPES[self.kinds[name]], outputs, inputs)
+        tensor = self.tensors[name]
+        return Field(tensor, _NUMPY_TYPES[tensor.kind], outputs, inputs)
 
     def _eight_bits(self, base: str, scale: str) -> StoredMatrix:
         """int8 or fp8, [O, I], and a scale for the matrix or each output."""
         weights = f"{base}.weight"
         self._check_present(base, [scale])
-        outs, ins = _two_axes(weights, self.stored[weights])
-        scales = self.stored[scale]
+        outs, ins = _two_axes(weights, self.tensors[weights].shape)
+        scales = self.tensors[scale].shape
         if math.prod(scales) not in (1, outs):
             raise ModelError(
                 f"{scale[:120]} {list(scales)} is neither one number nor one for "
@@ -209,11 +207,11 @@ class QuantisedFolder(SafetensorsFolder):
     def _in_words(self, base: str, own: _Words) -> StoredMatrix:
         """A matrix in 4-bit words, with scales and zero points of groups of inputs."""
         names = [base + own.words, base + own.scales]
-        if self.packing.method != "compressed-tensors" or base + own.zeros in self.stored:
+        if self.packing.method != "compressed-tensors" or base + own.zeros in self.tensors:
             names.append(base + own.zeros)
         self._check_present(base, names)
         outs, ins = self.shapes[f"{base}.weight"]
-        shapes = {name: self.stored[name] for name in names}
+        shapes = {name: self.tensors[name].shape for name in names}
         groups = own.groups((outs, ins), *list(shapes.values())[1:])
         if not groups:
             raise ModelError(
@@ -234,8 +232,8 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _block_scaled(self, name: str) -> Callable[[slice, slice], np.ndarray]:
         """fp8 with a scale for each block of outputs and inputs: how a part becomes float32."""
-        weights = super().read(name)
-        scale = super().read(f"{name}_scale_inv").astype(np.float32)
+        weights = self.read(name)
+        scale = self.read(f"{name}_scale_inv").astype(np.float32)
         _two_axes(name, weights.shape)
         if 0 in _two_axes(f"{name}_scale_inv", scale.shape):
             raise ModelError(f"{name[:100]}_scale_inv is empty")
@@ -250,7 +248,7 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _check_present(self, base: str, names: list[str]) -> None:
         """Raise ModelError for tensors of a matrix that are missing."""
-        missing = [name for name in names if name not in self.stored]
+        missing = [name for name in names if name not in self.tensors]
         if missing:
             raise ModelError(f"the quantised matrix {base[:100]} lacks {', '.join(missing)}")
 
@@ -270,18 +268,18 @@ class QuantisedFolder(SafetensorsFolder):
         return 0.0
 
     def _number(self, name: str) -> float:
-        if name not in self.stored:
+        if name not in self.tensors:
             return 0.0
-        value = super().read(name)
+        value = self.read(name)
         if value.size != 1:
             return 0.0
         return float(value.ravel()[0])
 
     def _check_order(self, name: str, groups: int) -> None:
         """ModelError for GPTQ's activation order, unless it is the order of the inputs."""
-        if name not in self.stored:
+        if name not in self.tensors:
             return
-        index = super().read(name)  # the group of each input, [I]
+        index = self.read(name)  # the group of each input, [I]
         group = -(-len(index) // groups)
         if not np.array_equal(index, np.arange(len(index)) // group):
             raise ModelError(

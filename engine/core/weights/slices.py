@@ -26,22 +26,6 @@ class Sliceable(Protocol):
         ...
 
 
-class StoredTensor:
-    """A tensor in a safetensors file."""
-
-    def __init__(self, file: Any, name: str, shape: Shape):
-        """file: as the safetensors library opens it."""
-        self._file = file
-        self._name = name
-        self.shape = shape
-        self.ndim = len(shape)
-
-    def __getitem__(self, index: _Index) -> np.ndarray:
-        if index is ...:
-            return self._file.get_tensor(self._name)
-        return self._file.get_slice(self._name)[index]
-
-
 class DecodedTensor:
     """A tensor in its file that becomes floats as it is read."""
 

@@ -25,31 +25,56 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """The place of a tensor."""
+class StoredTensor:
+    """A tensor in its file, of which parts can be read in its stored dtype (bfloat16 and fp8 by
+    ml_dtypes).
+    """
 
     path: Path
     #: That file, as the safetensors library opens it.
     file: Any
     #: The tensor's name there.
     name: str
+    #: Row-major.
+    shape: Shape
+    #: safetensors' name of its dtype.
+    kind: str
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """See `jitney.engine.core.weights.slices.Sliceable`."""
+        if self.kind == "F8_E4M3":
+            return self._mapped()[index]
+        if index is ...:
+            return self.file.get_tensor(self.name)
+        return self.file.get_slice(self.name)[index]
+
+    def _mapped(self) -> np.ndarray:
+        """The tensor, mapped: safetensors 0.8 fails at fp8, as numpy has no type of that name."""
+        with open(self.path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            first, _ = json.loads(file.read(size))[self.name]["data_offsets"]
+        return np.memmap(self.path, ml_dtypes.float8_e4m3fn, "r", 8 + size + first, self.shape)
 
 
 @dataclass(eq=False)
 class SafetensorsFolder:
-    """The tensors of a model folder: `shapes`, `kinds` (safetensors' dtypes) and `read(name)`.
+    """The tensors of a model folder, by the names of the model with its head (`long_name`).
 
-    shards: the files that hold them; empty: the model's. Names are those of the model with its head
-    (`long_name`). Raises ModelError for missing, damaged or outside files.
+    shards: the files that hold them; empty: the model's. Raises ModelError for missing, damaged or
+    outside files.
     """
 
     #: dtypes that are read.
     types: ClassVar[tuple[str, ...]] = _DTYPES
 
     folder: str | Path
-    shapes: dict[str, Shape] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
-    places: dict[str, _Stored] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict, init=False)
+    #: By the names that the model's weights have.
+    shapes: dict[str, Shape] = field(default_factory=dict, init=False)
     shards: tuple[str, ...] = ()
     #: Endings of tensors that are not read, which may be of any type.
     unread: tuple[str, ...] = ()
@@ -60,9 +85,10 @@ class SafetensorsFolder:
 
     def __post_init__(self) -> None:
         for name in self.shards or _shard_names(Path(self.folder), self.part):
-            self.add(name)
+            self._add(name)
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def add(self, shard: str) -> None:
+    def _add(self, shard: str) -> None:
         """Open one file and note what it holds."""
         with _one_line_errors(shard):
             path, file = _opened(Path(self.folder), shard)
@@ -70,40 +96,26 @@ class SafetensorsFolder:
                 if not is_read(stored, self.part):
                     continue
                 name = long_name(stored)
-                if name in self.places:
+                if name in self.tensors:
                     raise ModelError(f"{name[:100]} is stored twice, the second time in {shard}")
-                self.places[name] = _Stored(path, file, stored)
-                self._note(shard, name, file.get_slice(stored))
+                piece = file.get_slice(stored)
+                shape, kind = tuple(piece.get_shape()), piece.get_dtype()
+                self.tensors[name] = StoredTensor(path, file, stored, shape, kind)
+                if not name.endswith(self.unread):
+                    self._check_kind(shard, name, kind)
+                    bits = int(re.sub(r"^\D+(\d+).*", r"\1", kind))
+                    self.stored_bytes += math.prod(shape) * bits // 8
 
-    def _note(self, shard: str, name: str, piece: Any) -> None:
-        """Note a tensor's shape and dtype."""
-        self.shapes[name] = tuple(piece.get_shape())
-        self.kinds[name] = piece.get_dtype()
-        self._check_kind(shard, name)
-        if not name.endswith(self.unread):
-            bits = int(re.sub(r"^\D+(\d+).*", r"\1", self.kinds[name]))
-            self.stored_bytes += math.prod(self.shapes[name]) * bits // 8
-
-    def _check_kind(self, shard: str, name: str) -> None:
+    def _check_kind(self, shard: str, name: str, kind: str) -> None:
         """Raise ModelError for a tensor with a dtype that is not read."""
-        kind = self.kinds[name]
-        if kind not in self.types and not name.endswith(self.unread):
+        if kind not in self.types:
             raise ModelError(
                 f"{shard}: {name[:100]} has type {kind}, not one of {', '.join(self.types)}"
             )
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in its stored dtype (bfloat16 and fp8 by ml_dtypes) and row-major shape."""
-        if self.kinds[name] == "F8_E4M3":
-            return self._read_fp8(name)
-        place = self.places[name]
-        return place.file.get_tensor(place.name)
-
-    def _read_fp8(self, name: str) -> np.ndarray:
-        # safetensors 0.8 fails here, as numpy has no type of that name.
-        place = self.places[name]
-        stored = _stored_bytes(place.path, place.name)
-        return stored.view(ml_dtypes.float8_e4m3fn).reshape(self.shapes[name])
+        """The whole of one tensor."""
+        return self.tensors[name][...]
 
 
 class _ShardIndex(msgspec.Struct):
@@ -111,14 +123,6 @@ class _ShardIndex(msgspec.Struct):
 
     #: Name of a tensor -> file that holds it.
     weight_map: dict[str, str]
-
-
-def _stored_bytes(path: Path, name: str) -> np.ndarray:
-    """The bytes of one tensor of a file whose header the library has checked, mapped."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        first, end = json.loads(file.read(size))[name]["data_offsets"]
-    return np.memmap(path, np.uint8, "r", 8 + size + first, (end - first,))
 
 
 def tensor_names(folder: Path) -> set[str]:

@@ -9,13 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jitney.engine.core.models.sharding import TENSOR, Shares
 from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.names import Piece
-from jitney.engine.core.weights.slices import DecodedTensor, Reordered, Stacked, StoredTensor
+from jitney.engine.core.weights.checkpoints.safetensors import SafetensorsFolder
+from jitney.engine.core.weights.slices import DecodedTensor, Reordered, Stacked
 
 
 class Counted:
@@ -57,12 +57,12 @@ def test_a_whole_stack():
 def test_a_tensor_in_its_file(tmp_path: Path, dtype: Any):
     array = np.arange(24).reshape(4, 6).astype(dtype)
     save_file({"a": array, "b": array[0].copy()}, tmp_path / "x.safetensors")
-    file = safe_open(tmp_path / "x.safetensors", framework="numpy")
-    stored = StoredTensor(file, "a", (4, 6))
+    tensors = SafetensorsFolder(tmp_path, shards=("x.safetensors",)).tensors
+    stored = tensors["a"]
     for index in (..., (slice(1, 3),), (slice(None), slice(2, 5))):
         np.testing.assert_array_equal(stored[index], array[index])
         assert stored[index].dtype == dtype
-    np.testing.assert_array_equal(StoredTensor(file, "b", (6,))[slice(2, 4),], array[0, 2:4])
+    np.testing.assert_array_equal(tensors["b"][slice(2, 4),], array[0, 2:4])
 
 
 @pytest.mark.parametrize("columns", [(0, 6), (1, 3), (4, 5)])
