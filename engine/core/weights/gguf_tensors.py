@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,22 +73,6 @@ _LAYOUTS = {
 _KEYS, _VALUES, _BOTH = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight"
 
 
-@dataclass(frozen=True)
-class _LaidOut:
-    """A tensor with another layout, which is read as a whole."""
-
-    shape: Shape
-    read: Callable[[], np.ndarray]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        """See `Sliceable`."""
-        return self.read().reshape(self.shape)[index]
-
-
 class _Part(NamedTuple):
     """An expert's matrix or bias as a part of a tensor of all experts."""
 
@@ -106,8 +89,8 @@ class GGUFTensors(GGUFFile):
         super().__init__(path)
         #: By the name of an expert's tensor.
         self.parts: dict[str, _Part] = {}
-        #: Tensors that are laid out otherwise.
-        self.laid_out: dict[str, _LaidOut] = {}
+        #: Tensors that are laid out otherwise, each read as a whole.
+        self.laid_out: dict[str, Callable[[], np.ndarray]] = {}
         self._shapes: dict[str, Shape] = {}
         for name, tensor in self.tensors.items():
             match = _STACK.fullmatch(name)
@@ -126,7 +109,7 @@ class GGUFTensors(GGUFFile):
         return self._shapes
 
     def _lay_out(self, name: str, shape: Shape, read: Callable[[], np.ndarray]) -> None:
-        self.laid_out[name] = _LaidOut(shape, read)
+        self.laid_out[name] = read
         self._shapes[name] = shape
 
     def _read(self, name: str, layout: _Layout) -> np.ndarray:
@@ -170,7 +153,7 @@ class GGUFTensors(GGUFFile):
     def sliced(self, name: str) -> Sliceable:
         """A tensor as floats."""
         if name in self.laid_out:
-            return self.laid_out[name]
+            return self.laid_out[name]().reshape(self._shapes[name])
         part = self.parts.get(name)
         decode = partial(self.part, name) if part is None else partial(self._decode, part)
         return DecodedTensor(decode, self.shapes[name])
