@@ -17,6 +17,11 @@ from jitney.engine.core.models.layers import Linear
 from jitney.engine.core.models.mixture import ExpertLinear
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.scheduler.buckets import Buckets
+from jitney.engine.core.weights.checkpoints.layer_configs import (
+    DeltaNetConfig,
+    MambaConfig,
+    ShortConvConfig,
+)
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.interface import KernelSet
 from jitney.kernels.proof import Proof, prove, without
@@ -119,8 +124,8 @@ def _norm_shapes(own: ModelConfig, activations: str) -> NormShapes:
     widths: tuple[int, ...] = ()
     if own.wide_qk_norm and own.shards == 1:  # no kernel normalises rows split over devices
         widths = (own.n_heads * own.head_dim, own.n_kv_heads * own.head_dim)
-    if own.mamba is not None:
-        widths = (*widths, own.mamba.values // own.mamba.groups)
+    if isinstance(own.recurrent, MambaConfig):
+        widths = (*widths, own.recurrent.values // own.recurrent.groups)
     return NormShapes(own.rms_eps, dtype, widths)
 
 
@@ -149,15 +154,15 @@ def _attention_shapes(own: ModelConfig, sizes: StateSizes) -> Iterator[Attention
 
 
 def _delta_shape(own: ModelConfig) -> DeltaShape | ShortConvShape | None:
-    net, mamba, conv = own.delta_net, own.mamba, own.short_conv
-    if conv is not None:
-        return ShortConvShape(conv.channels, conv.taps)
-    if mamba is not None:
-        sizes = mamba.groups, mamba.heads, mamba.state_size, mamba.head_dim, mamba.taps
-        return DeltaShape(*sizes, corrects=False)
-    if net is None:
-        return None
-    return DeltaShape(net.key_heads, net.value_heads, net.key_dim, net.value_dim, net.taps)
+    match own.recurrent:
+        case ShortConvConfig(channels=channels, taps=taps):
+            return ShortConvShape(channels, taps)
+        case MambaConfig() as mamba:
+            sizes = mamba.groups, mamba.heads, mamba.state_size, mamba.head_dim, mamba.taps
+            return DeltaShape(*sizes, corrects=False)
+        case DeltaNetConfig() as net:
+            return DeltaShape(net.key_heads, net.value_heads, net.key_dim, net.value_dim, net.taps)
+    return None
 
 
 def _blocks_of(own: ModelConfig, buckets: Buckets) -> tuple[int, ...]:

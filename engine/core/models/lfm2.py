@@ -19,6 +19,7 @@ from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.weights.checkpoints.layer_configs import ShortConvConfig
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF
 from jitney.kernels.delta_net import DeltaState
@@ -50,8 +51,8 @@ class _ShortConv(Mixer):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        own = config.short_conv
-        assert own is not None
+        own = config.recurrent
+        assert isinstance(own, ShortConvConfig)
         size = config.hidden_size
         self.qkv = Linear(size, 3 * own.channels, bias=False, dtype=dtype, rngs=rngs)
         self.taps = nnx.Param(normal(rngs, (own.taps, 1, own.channels), 0.7, dtype))

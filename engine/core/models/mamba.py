@@ -16,6 +16,7 @@ from jitney.engine.core.models.attention import Mixer, random_decays
 from jitney.engine.core.models.layers import Linear, normal
 from jitney.engine.core.models.rope import Rope
 from jitney.engine.core.models.sharding import TENSOR
+from jitney.engine.core.weights.checkpoints.layer_configs import MambaConfig
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.kernels.delta_net import DeltaState
 from jitney.kernels.interface import AttentionMeta, Kernels
@@ -33,8 +34,8 @@ class Mamba(Mixer):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        own = config.mamba
-        assert own is not None
+        own = config.recurrent
+        assert isinstance(own, MambaConfig)
         size, heads = config.hidden_size, own.heads
         self.eps = config.rms_eps
         self.limits = own.step_limits

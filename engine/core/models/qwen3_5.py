@@ -22,6 +22,7 @@ from jitney.engine.core.models.llama import Block, Llama
 from jitney.engine.core.models.mixture import MixtureBlock
 from jitney.engine.core.models.prediction import PredictionHead
 from jitney.engine.core.models.rope import Rope
+from jitney.engine.core.weights.checkpoints.layer_configs import DeltaNetConfig
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.names import GGUF, HF, HeadNames
 from jitney.kernels.delta_net import DeltaState, DeltaWeights
@@ -54,8 +55,8 @@ class _GatedDeltaNet(Mixer):
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        own = config.delta_net
-        assert own is not None
+        own = config.recurrent
+        assert isinstance(own, DeltaNetConfig)
         size, heads = config.hidden_size, own.value_heads
         self.eps = config.rms_eps
         self.n_rates = 2 * heads

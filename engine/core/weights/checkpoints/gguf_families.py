@@ -191,7 +191,7 @@ def _experts(fields: TensorFields, config: ModelConfig) -> ExpertsConfig:
 
 def qwen3_5(fields: TensorFields, config: ModelConfig) -> ModelConfig:
     value_heads = fields.integer("ssm.time_step_rank", 1, MOST.width)
-    delta_net = DeltaNetConfig(
+    recurrent = DeltaNetConfig(
         _layers_with(fields, config, "ssm_conv1d.weight"),
         key_heads=fields.integer("ssm.group_count", 1, MOST.width),
         value_heads=value_heads,
@@ -200,7 +200,7 @@ def qwen3_5(fields: TensorFields, config: ModelConfig) -> ModelConfig:
         taps=fields.integer("ssm.conv_kernel", 2, MOST.taps),
     )
     return replace(
-        config, qk_norm=True, float32_norms=True, attention_gate=True, delta_net=delta_net
+        config, qk_norm=True, float32_norms=True, attention_gate=True, recurrent=recurrent
     )
 
 
@@ -215,7 +215,7 @@ def lfm2(fields: TensorFields, config: ModelConfig) -> ModelConfig:
         config.hidden_size,
         fields.integer("shortconv.l_cache", 2, MOST.taps),
     )
-    return replace(config, qk_norm=True, short_conv=conv)
+    return replace(config, qk_norm=True, recurrent=conv)
 
 
 def lfm2_moe(fields: TensorFields, config: ModelConfig) -> ModelConfig:
@@ -229,7 +229,7 @@ def granite_hybrid(fields: TensorFields, config: ModelConfig) -> ModelConfig:
         config = replace(config, ropes=(None,))
     if fields.get("expert_count", 0):
         config = replace(config, experts=_experts(fields, config))
-    return replace(config, mamba=_mamba(fields, _layers_with(fields, config, "ssm_in.weight")))
+    return replace(config, recurrent=_mamba(fields, _layers_with(fields, config, "ssm_in.weight")))
 
 
 def nemotron_h(fields: TensorFields, config: ModelConfig) -> ModelConfig:
@@ -254,7 +254,7 @@ def nemotron_h(fields: TensorFields, config: ModelConfig) -> ModelConfig:
         windows=(0,) * len(pairs),
         ropes=(None,),
         activation="relu2",
-        mamba=_mamba(fields, recurrent) if recurrent else None,
+        recurrent=_mamba(fields, recurrent) if recurrent else None,
         experts=experts,
         bare_layers=bare,
         stored_halves=pairs,

@@ -395,6 +395,10 @@ class MambaConfig:
         )
 
 
+#: Layers with a state per slot instead of pages.
+type RecurrentConfig = DeltaNetConfig | ShortConvConfig | MambaConfig
+
+
 @dataclass(frozen=True, slots=True)
 class FullHeads:
     """Key and value heads of layers without a window, if they differ from those of layers with

@@ -9,15 +9,13 @@ from typing import Literal
 from jitney.engine.common.errors import ConfigError, ModelError
 from jitney.engine.core.weights.checkpoints.layer_configs import (
     CacheGroup,
-    DeltaNetConfig,
     Eagle3Config,
     EncoderConfig,
     ExpertsConfig,
     FullHeads,
     LatentConfig,
-    MambaConfig,
+    RecurrentConfig,
     RopeConfig,
-    ShortConvConfig,
 )
 
 type Activation = Literal["silu", "gelu_tanh", "clamped_silu", "gelu", "relu2"]
@@ -79,10 +77,8 @@ class ModelConfig:
     #: For files that store each half of a layer as a layer: the numbers of each layer's halves;
     #: empty for other files.
     stored_halves: tuple[tuple[int, int], ...] = ()
-    #: Recurrent layers of each kind; None: none of this kind.
-    delta_net: DeltaNetConfig | None = None
-    short_conv: ShortConvConfig | None = None
-    mamba: MambaConfig | None = None
+    #: The layers with a state instead of pages; None: all attend.
+    recurrent: RecurrentConfig | None = None
     #: Latent attention; None: plain keys and values.
     latent: LatentConfig | None = None
     #: Whether attention's output is multiplied by the sigmoid of a gate, which is as wide as the
@@ -199,11 +195,6 @@ class ModelConfig:
     def kv_width(self, layer: int) -> int:
         """Numbers of a position's keys and values that a layer reads."""
         return self.of_layer(layer).position_size
-
-    @property
-    def recurrent(self) -> DeltaNetConfig | ShortConvConfig | MambaConfig | None:
-        """The layers with a state instead of pages."""
-        return self.delta_net or self.short_conv or self.mamba
 
     @property
     def slot_bytes(self) -> int:
@@ -324,7 +315,7 @@ class ModelConfig:
             windows=self.windows[-1:],
             ropes=self.ropes[-1:],
             experts=experts,
-            delta_net=None,
+            recurrent=None,
             stored_halves=((self.n_layers, self.n_layers),),
             n_prediction_layers=0,
         )
@@ -375,9 +366,7 @@ class ModelConfig:
             )
         return replace(
             self,
-            delta_net=self.delta_net and self.delta_net.local(shards),
-            short_conv=self.short_conv and self.short_conv.local(shards),
-            mamba=self.mamba and self.mamba.local(shards),
+            recurrent=self.recurrent and self.recurrent.local(shards),
             n_heads=self.n_heads // shards,
             n_kv_heads=max(1, self.n_kv_heads // shards),
             full_heads=heads and heads.local(shards),

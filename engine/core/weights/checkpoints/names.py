@@ -133,13 +133,12 @@ class WeightMap:
                 targets += _latent_weights(config, config.latent, names, layer)
             elif layer in config.attending_layers:
                 targets += _attention_matrices(config, names, layer)
-            elif config.delta_net is not None:
-                targets += _delta_net_weights(config.hidden_size, config.delta_net, names, layer)
-            elif config.short_conv is not None:
-                targets += _short_conv_weights(config.hidden_size, config.short_conv, names, layer)
-            elif config.mamba is not None:
-                prefix = names.prefix(config, layer)
-                targets += _mamba_weights(config.hidden_size, config.mamba, names, prefix, layer)
+            elif isinstance(own := config.recurrent, DeltaNetConfig):
+                targets += _delta_net_weights(size, own, names, layer)
+            elif isinstance(own, ShortConvConfig):
+                targets += _short_conv_weights(size, own, names, layer)
+            elif isinstance(own, MambaConfig):
+                targets += _mamba_weights(size, own, names, names.prefix(config, layer), layer)
             if layer in config.bare_layers:
                 continue
             if config.experts is None or layer in config.experts.dense_layers:
@@ -243,32 +242,34 @@ _OF_TARGET = ("d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The names that a file format uses, without `.weight` or `.bias`."""
+    """The names that a file format uses, without `.weight` or `.bias`; the defaults are those of
+    most Hugging Face folders.
+    """
 
     #: The embedding, the norm after the last layer, and the output head.
-    embed: str
-    norm: str
-    lm_head: str
+    embed: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    lm_head: str = "lm_head"
     #: With `{i}`; the names from here on follow it.
-    layer: str
+    layer: str = "model.layers.{i}."
     #: Before attention and MLP; empty where there are none.
-    attention_norm: str
-    mlp_norm: str
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
     #: Projections of attention: queries, keys, values, output.
-    q: str
-    k: str
-    v: str
-    o: str
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
     #: Of each query and key head, or of all at once, before they are rotated; empty where such
     #: norms have no weights.
-    q_norm: str
-    k_norm: str
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
     #: Of the MLP; without gates the first is empty.
-    gate: str
-    up: str
-    down: str
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
     #: See `WeightMap`.
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     #: Queries, keys and values in one matrix, and gate and up; empty: they are apart.
     qkv: str = ""
     gate_up: str = ""
@@ -376,25 +377,7 @@ def is_read(name: str, part: str = "") -> bool:
     return not name.removeprefix("model.").startswith(_UNREAD)
 
 
-HF = Dialect(
-    embed="model.embed_tokens",
-    norm="model.norm",
-    lm_head="lm_head",
-    layer="model.layers.{i}.",
-    attention_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
-    q="self_attn.q_proj",
-    k="self_attn.k_proj",
-    v="self_attn.v_proj",
-    o="self_attn.o_proj",
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-    ignored=("rotary_emb.inv_freq",),
-)
-
+HF = Dialect()
 GGUF = Dialect(
     embed="token_embd",
     norm="output_norm",

@@ -15,6 +15,7 @@ from many_devices import run_on_devices
 
 from jitney.engine.core.models.registry import model_class
 from jitney.engine.core.weights.checkpoints.families import FAMILIES, tiny_config
+from jitney.engine.core.weights.checkpoints.layer_configs import MambaConfig
 
 # The programs compile for minutes where processors are busy.
 pytestmark = pytest.mark.timeout(1200)
@@ -62,8 +63,8 @@ def test_a_layer_of_any_model_sends_two_sums(results: dict[str, np.ndarray], nam
     if name == "cohere2":
         sums = 1
     wanted = sums * config.n_layers + 1 - len(config.bare_layers)  # one for the embedding
-    if config.mamba is not None and config.mamba.groups == 1:
-        wanted += len(config.mamba.layers)
+    if isinstance(config.recurrent, MambaConfig) and config.recurrent.groups == 1:
+        wanted += len(config.recurrent.layers)
     assert reduces == wanted
     assert gathers == 1 and widest == 2 * 2 * 4  # two numbers a row of each device
     assert scatters == 0

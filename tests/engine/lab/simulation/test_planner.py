@@ -64,7 +64,7 @@ def test_what_recurrent_layers_keep_takes_room_and_time_by_hand():
     left = roofline.kv_room - 4 * drafted.seats_mean * seat
     assert drafted.pages == int((left - drafted.checkpoints * seat) / page) - 1
     work = StepWork(decode=8)
-    still = replace(roofline, cost=ModelCost(replace(SHAPES["qwen3.5-27b"], delta_net=None)))
+    still = replace(roofline, cost=ModelCost(replace(SHAPES["qwen3.5-27b"], recurrent=None)))
     bucket = Bucket(8, 8)
     apart = roofline.memory_seconds(bucket, work) * 0.8 * 3.35e12
     weights, kv = roofline.cost.read_bytes(8, work)

@@ -63,7 +63,7 @@ def lfm2(values: JsonObject) -> ModelConfig:
         qkv_bias=False,
         qk_norm=True,
         activation="silu",
-        short_conv=conv,
+        recurrent=conv,
     )
 
 
@@ -137,7 +137,7 @@ def granite4(values: JsonObject) -> ModelConfig:
         conv_bias=fields.flag("mamba_conv_bias", True),
         step_limits=_step_limits(fields),
     )
-    return replace(config, mamba=mamba)
+    return replace(config, recurrent=mamba)
 
 
 def _checked_kinds(fields: Fields, key: str, kinds: Any, supported: Sequence[str]) -> list[str]:
@@ -204,7 +204,7 @@ def nemotron_h(values: JsonObject) -> ModelConfig:
         config,
         ropes=(None,),
         activation="relu2",
-        mamba=mamba if mamba.layers else None,
+        recurrent=mamba if mamba.layers else None,
         bare_layers=frozenset(layer for layer, (_, fed) in enumerate(pairs) if fed < 0),
         stored_halves=pairs,
     )

@@ -94,7 +94,7 @@ def qwen3_5(values: JsonObject) -> ModelConfig:
         layers = frozenset(i for i in range(config.n_layers) if (i + 1) % every)
     else:
         layers = recurrent_layers(fields, kinds, config.n_layers, "linear_attention")
-    delta_net = DeltaNetConfig(
+    recurrent = DeltaNetConfig(
         layers,
         key_heads=fields.integer("linear_num_key_heads", 1, MOST.width, default=16),
         value_heads=fields.integer("linear_num_value_heads", 1, MOST.width, default=32),
@@ -108,7 +108,7 @@ def qwen3_5(values: JsonObject) -> ModelConfig:
         qk_norm=True,
         float32_norms=True,
         attention_gate=True,
-        delta_net=delta_net,
+        recurrent=recurrent,
         n_prediction_layers=_mtp_layers(fields),
     )
 

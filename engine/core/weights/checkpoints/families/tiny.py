@@ -100,20 +100,20 @@ QWEN3_5: JsonDict = {
     "qk_norm": True,
     "float32_norms": True,
     "attention_gate": True,
-    "delta_net": DeltaNetConfig(frozenset({0, 2}), 2, 4, 16, 16),
+    "recurrent": DeltaNetConfig(frozenset({0, 2}), 2, 4, 16, 16),
 }
 QWEN3_5_MOE: JsonDict = QWEN3_5 | {"experts": ExpertsConfig(8, 2, True, shared_size=64)}
 LFM2: JsonDict = {
     "n_layers": 3,
     "windows": (0, 0, 0),
     "qk_norm": True,
-    "short_conv": ShortConvConfig(frozenset({0, 2}), 64),
+    "recurrent": ShortConvConfig(frozenset({0, 2}), 64),
 }
 GRANITE_H: JsonDict = GRANITE | {
     "n_layers": 3,
     "windows": (0, 0, 0),
     "ropes": (None,),
-    "mamba": MambaConfig(frozenset({0, 2}), 1, 8, 16, 16),
+    "recurrent": MambaConfig(frozenset({0, 2}), 1, 8, 16, 16),
     "experts": ExpertsConfig(8, 2, True, shared_size=64, shared_gate=False),
 }
 #: A layer without a feed-forward, one with an MLP, and mixtures.
@@ -122,7 +122,7 @@ NEMOTRON_H: JsonDict = {
     "windows": (0,) * 4,
     "ropes": (None,),
     "activation": "relu2",
-    "mamba": MambaConfig(frozenset({0, 2, 3}), 4, 8, 16, 16),
+    "recurrent": MambaConfig(frozenset({0, 2, 3}), 4, 8, 16, 16),
     "experts": ExpertsConfig(
         8,
         2,

@@ -23,6 +23,7 @@ from jitney.engine.core.weights.checkpoints.layer_configs import (
     ExpertsConfig,
     RopeConfig,
     RopeScaling,
+    ShortConvConfig,
 )
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 
@@ -174,7 +175,8 @@ def test_what_a_file_of_lfm2_leaves_out_is_as_in_its_configuration_class(given: 
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     assert ours.intermediate_size == theirs.intermediate_size
     assert (ours.n_kv_heads, ours.rms_eps) == (theirs.num_key_value_heads, theirs.norm_eps)
-    assert ours.short_conv is not None and ours.short_conv.taps == theirs.conv_L_cache
+    assert isinstance(ours.recurrent, ShortConvConfig)
+    assert ours.recurrent.taps == theirs.conv_L_cache
 
 
 def test_yarn_extends_the_context():
