@@ -4,6 +4,7 @@ llama.cpp's converter.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from llamas import permuted
 
 type Tensors = dict[str, np.ndarray]
 
-#: `model_type` -> `general.architecture`.
+#: `model_type` -> `general.architecture`, where that is another.
 ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "qwen3_moe": "qwen3moe",
@@ -24,28 +25,29 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
-    "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h_moe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
-    "mistral4": "mistral4",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
 }
 #: Model types whose queries and keys are stored in pairs of rows.
-PAIRED = {"mixtral", "granitemoehybrid", "nemotron_h"}
+PAIRED = {"mixtral", "granite", "granitemoehybrid", "nemotron_h", "ministral3", "smollm3"}
 #: Model types whose norms are stored as 1 + w.
-_OFFSET = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+_OFFSET = {"gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 _STACK = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
 
 
 def converted(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """Key-values and tensors of a model's file; an array of bytes holds blocks of MXFP4."""
     kind = config["model_type"]
-    name = ARCHITECTURES[kind]
+    name = ARCHITECTURES.get(kind, kind)
     if kind == "granitemoehybrid" and set(config["layer_types"]) == {"full_attention"}:
         name = "granite"
     own = {**_common(config), **_own(kind, config)}
@@ -56,7 +58,7 @@ def converted(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any],
     stored: Tensors = {}
     for from_folder, tensor in _converted(kind, config, tensors):
         in_file = names.get_name(from_folder, try_suffixes=(".weight", ".bias"))
-        if from_folder.startswith(("blk.", "rope_freqs")):
+        if from_folder.startswith(("blk.", "rope_f")):
             in_file = from_folder
         assert in_file is not None, from_folder
         stored[in_file] = np.ascontiguousarray(tensor)
@@ -158,6 +160,34 @@ def _own(kind: str, config: dict[str, Any]) -> dict[str, Any]:
             return _of_latents(config)
         case "gemma4_text" | "gemma4_unified_text":
             return _of_gemma4(config)
+        case "ministral3":
+            return {
+                "rope.scaling.yarn_log_multiplier": 1.0,
+                "attention.temperature_scale": config["rope_parameters"]["llama_4_scaling_beta"],
+            }
+        case "phi3":
+            return {
+                "rope.dimension_count": 12,
+                "rope.scaling.original_context_length": 32,
+                "rope.scaling.attn_factor": math.sqrt(1 + math.log(256 / 32) / math.log(32)),
+            }
+        case "granite":
+            return _granite_factors(config)
+        case "glm4":
+            return {"rope.dimension_count": config["head_dim"] // 2}
+        case "olmo3" | "exaone4":
+            return {"attention.sliding_window": config["sliding_window"]}
+        case "gemma3_text":
+            return {
+                "attention.sliding_window": config["sliding_window"],
+                "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+            }
+        case "cohere2":
+            return {
+                "attention.sliding_window": config["sliding_window"],
+                "attention.layer_norm_rms_epsilon": config["layer_norm_eps"],
+                "logit_scale": config["logit_scale"],
+            }
     return {}
 
 
@@ -198,13 +228,18 @@ def _of_short_convs(config: dict[str, Any]) -> dict[str, Any]:
     return keys | _heads_by_layer(config, config["layer_types"])
 
 
-def _of_granite(config: dict[str, Any]) -> dict[str, Any]:
-    heads = config["mamba_n_heads"]
+def _granite_factors(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention.scale": config["attention_multiplier"],
         "embedding_scale": config["embedding_multiplier"],
         "residual_scale": config["residual_multiplier"],
         "logit_scale": config["logits_scaling"],
+    }
+
+
+def _of_granite(config: dict[str, Any]) -> dict[str, Any]:
+    heads = config["mamba_n_heads"]
+    return _granite_factors(config) | {
         "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
         "rope.scaling.finetuned": False,
         "expert_shared_feed_forward_length": config["shared_intermediate_size"],
@@ -315,6 +350,10 @@ def _converted(kind: str, config: dict[str, Any], tensors: Tensors) -> Iterator[
     """The tensors, with the names in the gguf library's name map, or with those of the file."""
     if "gemma4" in kind:
         yield "rope_freqs.weight", _divisors(config)
+    if kind == "phi3":
+        for length in ("short", "long"):
+            factors = config["rope_parameters"][f"{length}_factor"]
+            yield f"rope_factors_{length}.weight", np.array(factors, np.float32)
     for name, tensor in _with_stacks(tensors).items():
         if kind == "gpt_oss":
             yield from _of_gpt_oss(name, tensor, tensors)

@@ -1,6 +1,4 @@
-"""Mixtures, recurrent layers and latents in GGUF files: the model of the folder that the file was
-made from.
-"""
+"""Families in GGUF files: the model of the folder that the file was made from."""
 
 from __future__ import annotations
 
@@ -35,6 +33,25 @@ CASES = DATA["cases"]
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 #: Case of the reference logits -> what files cannot say, or llama.cpp's converter does not ask.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "ministral3": {},
+    "phi3": {},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
+    "olmo3": {},
+    "granite": {"attention_multiplier": 0.25},
+    "glm4": {},
+    "seed_oss": {},
+    "exaone4": {"layer_types": ["sliding_attention"] * 3},
+    "cohere2": {},
+    # GGUF files leave the pattern of windows and the divisor of scores to the reader.
+    "gemma3": {
+        "layer_types": None,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 32,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gpt_oss_mxfp4": {},
     "qwen3_moe": {},
@@ -64,12 +81,9 @@ KEPT = WeightStorage("plain", frozenset({"mxfp4"}))
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path):
-    case = CASES[name]
-    config = case["config"] | {"eos_token_id": 2, "bos_token_id": None} | FAMILIES[name]
-    tensors = weights_of(case)
-    folder = ModelSource.resolve(write_folder(tmp_path, config, tensors))
-    file = write_file(tmp_path / "g.gguf", *converted(config, tensors))
-    file = ModelSource.resolve(str(file))
+    config = config_of(name)
+    folder = ModelSource.resolve(write_folder(tmp_path, config, weights_of(CASES[name])))
+    file = ModelSource.resolve(str(write_file(tmp_path / "g.gguf", *of_case(name))))
     found = replace(file.config, architecture=folder.config.architecture)
     # A layer that predicts several tokens is read of folders alone.
     assert rounded(found) == rounded(replace(folder.config, n_prediction_layers=0))
@@ -84,11 +98,13 @@ def assert_same(one: Model, other: Model) -> None:
         np.testing.assert_allclose(left[...], right[...], rtol, atol, err_msg=str(path))
 
 
+def config_of(name: str) -> dict[str, Any]:
+    return CASES[name]["config"] | {"eos_token_id": 2, "bos_token_id": None} | FAMILIES[name]
+
+
 def of_case(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Key-values and tensors of a case's file."""
-    case = CASES[name]
-    config = case["config"] | {"eos_token_id": 2, "bos_token_id": None} | FAMILIES[name]
-    return converted(config, weights_of(case))
+    return converted(config_of(name), weights_of(CASES[name]))
 
 
 def loaded(path: Path, storage: WeightStorage = KEPT) -> Model:
