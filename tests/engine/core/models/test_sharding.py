@@ -296,11 +296,19 @@ def test_the_best_of_all_devices_is_the_first_of_the_greatest():
     np.testing.assert_array_equal(tokens, [[1, 4, -1, -1]] * 2)
 
 
+def shares_of(config: ModelConfig, devices: int) -> Shares:
+    engines = 1 if config.experts is None else config.experts.engines
+    sizes, names = (devices // engines,), (TENSOR.name,)
+    if engines > 1:
+        sizes, names = (engines, *sizes), (ENGINES.name, *names)
+    return Shares(config, AbstractMesh(sizes, names))  # pyright: ignore[reportArgumentType]
+
+
 def share_of(
-    config: ModelConfig, path: tuple[str | int, ...], array: np.ndarray, shards: int
+    config: ModelConfig, path: tuple[str | int, ...], array: np.ndarray, devices: int
 ) -> list[list[int]]:
-    shares = Shares(config, AbstractMesh((shards,), (TENSOR.name,)))  # pyright: ignore[reportArgumentType]
-    return [shares.cut(path, array, device).ravel().tolist() for device in range(shards)]
+    shares = shares_of(config, devices)
+    return [shares.cut(path, array, device).ravel().tolist() for device in range(devices)]
 
 
 #: Four query heads, two KV heads, a head of two columns, four feed-forward columns.
@@ -391,6 +399,7 @@ MIXTURE = replace(
 )
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("path", "array", "shares"),
     [
@@ -410,28 +419,17 @@ MIXTURE = replace(
     ],
     ids=str,
 )
-def test_each_device_of_a_group_gets_its_share_of_the_groups_experts(path, array, shares):
-    assert share_of(MIXTURE, ("layers", 0, "mlp", *path), array, 4) == shares
+def test_each_device_of_a_group_or_engine_gets_its_share_of_its_experts(
+    path, array, shares, groups: int
+):
+    experts = ExpertsConfig(4, 1, renormalised=True, groups=groups, engines=2 // groups)
+    own = replace(MIXTURE, experts=experts)
+    assert share_of(own, ("layers", 0, "mlp", *path), array, 4) == shares
 
 
 @pytest.mark.parametrize(
     ("path", "array", "shares"),
     [
-        (
-            ("layers", 0, "mlp", "gate_up", "kernel"),
-            np.array([[1, 2, 5, 6, 11, 12, 15, 16, 21, 22, 25, 26, 31, 32, 35, 36]]),
-            [[1, 5, 11, 15], [2, 6, 12, 16], [21, 25, 31, 35], [22, 26, 32, 36]],
-        ),
-        (
-            ("layers", 0, "mlp", "down", "kernel"),
-            np.array([[1, 11, 21, 31], [2, 12, 22, 32]]),
-            [[1, 11], [2, 12], [21, 31], [22, 32]],
-        ),
-        (
-            ("layers", 0, "mlp", "down", "scale"),
-            np.array([1, 2, 3, 4]),
-            [[1, 2], [1, 2], [3, 4], [3, 4]],
-        ),
         (
             ("layers", 0, "attention", "qkv", "kernel"),
             QKV,
@@ -442,15 +440,13 @@ def test_each_device_of_a_group_gets_its_share_of_the_groups_experts(path, array
     ],
     ids=str,
 )
-def test_engines_have_experts_of_their_own_and_all_else_alike(path, array, shares):
+def test_engines_have_all_but_experts_alike(path, array, shares):
     experts = ExpertsConfig(4, 1, renormalised=True, engines=2)
-    mesh = AbstractMesh((2, 2), (ENGINES.name, TENSOR.name))
-    own = Shares(replace(MIXTURE, experts=experts), mesh)  # pyright: ignore[reportArgumentType]
-    assert [own.cut(path, array, device).ravel().tolist() for device in range(4)] == shares
+    assert share_of(replace(MIXTURE, experts=experts), path, array, 4) == shares
 
 
 def test_a_share_is_cut_from_a_matrix_of_rows_of_outputs_as_well():
-    shares = Shares(MIXTURE, AbstractMesh((4,), (TENSOR.name,)))  # pyright: ignore[reportArgumentType]
+    shares = shares_of(MIXTURE, 4)
     path = ("layers", 0, "mlp", "down", "kernel")
     stored = np.array([[1, 2], [11, 12], [21, 22], [31, 32]])
     found = [shares.cut(path, stored, n, transposed=True).ravel().tolist() for n in range(4)]
@@ -467,7 +463,7 @@ def test_a_share_is_cut_from_a_matrix_of_rows_of_outputs_as_well():
     ids=str,
 )
 def test_the_greatest_elsewhere_is_that_of_the_group(here: tuple[int, ...], most: list[list[int]]):
-    shares = Shares(MIXTURE, AbstractMesh((4,), (TENSOR.name,)))  # pyright: ignore[reportArgumentType]
+    shares = shares_of(MIXTURE, 4)
     shares.__dict__["own_numbers"] = here
     stored = np.array([[1, -2], [11, 12], [21, 22], [31, -32]], np.float32)
     found = _most_elsewhere(("layers", 0, "mlp", "down", "kernel"), stored, shares)
@@ -475,31 +471,17 @@ def test_the_greatest_elsewhere_is_that_of_the_group(here: tuple[int, ...], most
 
 
 @pytest.mark.parametrize(
-    ("family", "groups", "message"),
+    ("family", "groups", "engines", "message"),
     [
-        ("llama", 2, "expert_parallel 2 deals out experts, and this model has none: leave it out"),
-        ("mixtral", 3, "expert_parallel 3 does not divide the model's 4 experts"),
+        ("llama", 2, 1, "expert_parallel 2 deals out experts, and this model has none: leave it"),
+        ("mixtral", 3, 1, "expert_parallel 3 does not divide the model's 4 experts"),
+        ("llama", 1, 2, "data_parallel deals out experts, and this model has none: run engines of"),
+        ("mixtral", 1, 3, "data_parallel 3 with expert_parallel 1 does not divide the model's 4"),
     ],
 )
-def test_experts_that_cannot_be_dealt_out(family: str, groups: int, message: str):
+def test_experts_that_cannot_be_dealt_out(family: str, groups: int, engines: int, message: str):
     with pytest.raises(ConfigError, match=message):
-        tiny_config(family).in_groups(groups)
-
-
-@pytest.mark.parametrize(
-    ("family", "engines", "message"),
-    [
-        ("llama", 2, "data_parallel deals out experts, and this model has none: run engines of"),
-        (
-            "mixtral",
-            3,
-            "data_parallel 3 with expert_parallel 1 does not divide the model's 4 experts",
-        ),
-    ],
-)
-def test_experts_that_engines_cannot_share(family: str, engines: int, message: str):
-    with pytest.raises(ConfigError, match=message):
-        tiny_config(family).in_groups(1, engines)
+        tiny_config(family).in_groups(groups, engines)
 
 
 def test_groups_of_int4_inputs_are_not_torn():
