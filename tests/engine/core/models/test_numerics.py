@@ -101,6 +101,8 @@ WRAPPED = {
     "MuseGlimmerForConditionalGeneration": ("muse_glimmer_text", "muse_glimmer"),
     "Mistral3ForConditionalGeneration": ("mistral", "mistral_full"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "qwen3"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5_text", "qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe_text", "qwen3_5_moe"),
 }
 
 
@@ -121,6 +123,7 @@ def test_the_text_model_of_a_wrapper_is_served_and_its_tower_not_read(wrapper: s
     places = dict.fromkeys(tensors, "text.safetensors") | {
         "model.vision_tower.patch.weight": "tower.safetensors",
         "visual.blocks.0.norm.weight": "tower.safetensors",
+        "mtp.fc.weight": "tower.safetensors",
         "multi_modal_projector.linear.weight": "tower.safetensors",
     }
     index = json.dumps({"weight_map": places})

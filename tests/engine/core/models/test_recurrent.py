@@ -5,15 +5,12 @@ a seat away, the answers are the same, to the bit.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from lowered_steps import lower_step
-from reference_logits import DATA, weights_of, write_folder
 
 from jitney.engine import LLM, SamplingParams
 from jitney.engine.common.requests import Grammar
@@ -25,13 +22,10 @@ from jitney.engine.core.scheduler.buckets import Bucket
 from jitney.engine.core.scheduler.page_demand import PageDemand
 from jitney.engine.core.scheduler.scheduler import Scheduler
 from jitney.engine.core.weights.checkpoints.families import tiny_config
-from jitney.engine.core.weights.checkpoints.sources import ModelSource
-from jitney.engine.core.weights.load import load_model
 from jitney.kernels.select import select
 
 pytestmark = pytest.mark.usefixtures("programs_when_used", "kernels_unproved")
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe")
 SMALL: dict[str, Any] = {
     "max_seats": 4,
     "seat_buckets": [1, 4],
@@ -185,42 +179,3 @@ def test_what_seats_keep_is_written_where_it_lies(
         written = ",".join(map(str, shape))
         assert f"f32[{written}]" in text
         assert not re.findall(rf"= f32\[{written}\]\S* copy\(", text)
-
-
-def in_one_tensor(tensors: dict[str, np.ndarray], base: str, *parts: str) -> np.ndarray:
-    """[X, O, I] of all experts of a layer."""
-    experts = []
-    while f"{base}.{len(experts)}.{parts[0]}_proj.weight" in tensors:
-        own = [tensors[f"{base}.{len(experts)}.{part}_proj.weight"] for part in parts]
-        experts.append(np.concatenate(own))
-    return np.stack(experts)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_wrapper_with_experts_in_one_tensor_is_the_same_model(family: str, tmp_path: Path):
-    case = DATA["cases"][family]
-    tensors = weights_of(case)
-    plain = write_folder(tmp_path / "plain", case["config"], tensors)
-    inner = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in range(4):
-        base = f"model.layers.{layer}.mlp.experts"
-        if f"{base}.0.up_proj.weight" in tensors:
-            inner[f"{base}.gate_up_proj"] = in_one_tensor(tensors, base, "gate", "up")
-            inner[f"{base}.down_proj"] = in_one_tensor(tensors, base, "down")
-    renamed = {
-        name.replace("model.", "model.language_model.", 1): tensor for name, tensor in inner.items()
-    }
-    unread = np.zeros((2, 2), np.float32)
-    renamed |= {"mtp.fc.weight": unread, "model.visual.patch_embed.weight": unread}
-    (inner_kind,) = case["config"]["architectures"]
-    wrapper = inner_kind.replace("ForCausalLM", "ForConditionalGeneration")
-    config = {"architectures": [wrapper], "text_config": case["config"]}
-    wrapped = write_folder(tmp_path / "wrapped", config, renamed)
-    assert ModelSource.resolve(wrapped).config == ModelSource.resolve(plain).config
-    one, other = (
-        nnx.to_flat_state(nnx.state(load_model(source, source.config)))
-        for source in map(ModelSource.resolve, (plain, wrapped))
-    )
-    for (path, leaf), (own_path, own_leaf) in zip(one, other, strict=True):
-        assert own_path == path
-        np.testing.assert_array_equal(own_leaf[...], leaf[...])

@@ -294,8 +294,8 @@ TEXTS = (
     "Señor getHTTPServer 中a文，v1.25//x   y\tf(x) naïve!\n\n",
 )
 MARK = "|"
-#: How each pre-tokenizer cuts TEXTS, by hand from its rules: digits in one, one by one, or by
-#: threes; the case of contractions and of letters; line ends; scripts.
+#: How pre-tokenizers of which transformers has no pattern cut TEXTS, by hand from their rules:
+#: digits in one, one by one, or by threes; the case of contractions; line ends; scripts.
 CUTS = {
     "gpt-2": (
         "It|'s| 2026|,| | I|'|LL|\n\n| go| é|_|x",
@@ -305,25 +305,9 @@ CUTS = {
         "It|'s| |2|0|2|6|,| | I|'|LL|\n\n| go| é|_|x",
         "Señor| getHTTPServer| 中a文|，|v|1|.|2|5|//|x|  | y|\t|f|(|x|)| naïve|!|\n\n",
     ),
-    "llama-bpe": (
-        "It|'s| |202|6|,| | I|'LL|\n\n| go| é|_x",
-        "Señor| getHTTPServer| 中a文|，v|1|.|25|//|x|  | y|\tf|(x|)| naïve|!\n\n",
-    ),
-    "qwen2": (
-        "It|'s| |2|0|2|6|,| | I|'LL|\n\n| go| é|_x",
-        "Señor| getHTTPServer| 中a文|，v|1|.|2|5|//|x|  | y|\tf|(x|)| naïve|!\n\n",
-    ),
     "seed-coder": (
         "It|'s| |2|0|2|6|,| | I|'LL|\n\n| go| é|_x",
         "Señor| getHTTPServer| 中a文|，v|1|.|2|5|//|x|  | y|\tf|(x|)| naïve|!|\n\n",
-    ),
-    "tekken": (
-        "It|'s| |2|0|2|6|,| | I|'LL|\n\n| go| é|_x",
-        "Señor| get|HTTPServer| 中a文|，v|1|.|2|5|//|x|  | y|\tf|(x|)| naïve|!\n\n",
-    ),
-    "gpt-4o": (
-        "It's| |202|6|,| | I'LL|\n\n| go| é|_x",
-        "Señor| get|HTTPServer| 中a文|，v|1|.|25|//|x|  | y|\tf|(x|)| naïve|!\n\n",
     ),
     "deepseek-v3": (
         "It|'s| |202|6|,| | I|'LL|\n\n| go| é|_x",
@@ -371,7 +355,7 @@ def test_words_are_cut_as_transformers_does(text: str):
     theirs = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
     both = theirs.keys() & _PRE_TOKENIZERS.keys()
     assert {"llama-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "smaug-bpe", "qwen35"} <= both
-    assert {"lfm2", "pixtral"} <= both
+    assert {"lfm2", "pixtral", "gpt-4o"} <= both
     for pre in both:
         split = Split(Regex(theirs[pre]), "isolated")
         assert cut(pre, text) == [word for word, _ in split.pre_tokenize_str(text)]

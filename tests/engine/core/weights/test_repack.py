@@ -22,7 +22,7 @@ from safetensors.flax import save_file
 from jitney.engine.common.errors import ModelError
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.quantization import KV_TYPES, Packed, quantise, widened
-from jitney.engine.core.weights import quantising, repack
+from jitney.engine.core.weights import repack
 from jitney.engine.core.weights.checkpoint import open_checkpoint
 from jitney.engine.core.weights.checkpoints.names import head_order
 from jitney.engine.core.weights.checkpoints.quantization_config import Packing
@@ -533,24 +533,6 @@ def test_gguf_blocks_keep_their_numbers(tmp_path: Path, kind: str):
     )
 
 
-def test_gguf_codes_are_ours_bit_for_bit(tmp_path: Path):
-    """Q4_1 by hand: byte j of a block holds inputs j (low) and j + 16 (high); step and low stay
-    float16.
-    """
-    raw = RANDOM.integers(0, 256, (3, 20), dtype=np.uint8)
-    raw[:, :4] = np.array([0.5, -3.0], np.float16).view(np.uint8)
-    matrix = open_one(tmp_path / "x.gguf", raw, gguf.GGMLQuantizationType.Q4_1).matrix("x")
-    assert matrix is not None
-    packed = matrix.packed()
-    np.testing.assert_array_equal(packed.kernel, raw[:, 4:].T)
-    np.testing.assert_array_equal(packed.scale, np.full((1, 3), 0.5))
-    np.testing.assert_array_equal(packed.lows, np.full((1, 3), -3.0))
-    assert (
-        widened(packed)[3, 1] == 0.5 * (raw[1, 7] & 15) - 3
-        and widened(packed)[19, 1] == 0.5 * (raw[1, 7] >> 4) - 3
-    )
-
-
 def write_gguf(path: Path, kinds: dict[str, str]) -> Path:
     return llamas.write_gguf(path, tensors(), kinds)
 
@@ -663,28 +645,6 @@ def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
         assert [linear.packed.scheme for linear in linears] == ["plain", "int4", "plain", "int4"]
     plain = GGUFTensors(path).sliced("blk.1.ffn_gate.weight")[...]
     np.testing.assert_array_equal(mlp_of(model.layers[1]).gate_up.packed.kernel[:, :F], plain.T)
-
-
-def test_a_mixed_model_computes_what_its_floats_do(tmp_path: Path):
-    """Keys and values of both layers, which all matrices but the last two and the head lead to;
-    float32.
-    """
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        {
-            "q_proj": "Q4_0",
-            "k_proj": "Q4_1",
-            "v_proj": "Q4_1",
-            "gate_proj": "Q4_0",
-            "up_proj": "Q4_0",
-            "down_proj": "Q8_0",
-        },
-    )
-    packed, plain = (
-        quantising._largest(load(path, storage), range(40)) for storage in (PACKED, FLOATS)
-    )
-    np.testing.assert_allclose(packed, plain, rtol=1e-4)
-    assert np.asarray(plain).min() > 0.5
 
 
 def test_matrices_side_by_side():

@@ -366,21 +366,6 @@ def test_other_poolings_are_refused(config: dict, found: str, tmp_path: Path):
     )
 
 
-def test_modules_that_are_not_computed_are_refused(tmp_path: Path):
-    folder = write_encoder(tmp_path / "model", "BertModel", pooling="cls")
-    write_pooling(folder, {"pooling_mode": "cls"}, "sentence_transformers.models.Dense")
-    assert "module 'Dense' is not supported" in refusal(str(folder))
-    path = folder / "modules.json"
-    for text, words in (
-        ("{}", "modules.json must hold a JSON list"),
-        ("[1]", "modules.json must list objects"),
-        ('[{"type": "x.Pooling", "path": "../elsewhere"}]', "unsafe file name"),
-        ('[{"type": "x.Pooling"}]', "must name a folder"),
-    ):
-        path.write_text(text)
-        assert words in refusal(str(folder))
-
-
 def test_a_reranker_s_separator_is_the_tokenizer_s(tmp_path: Path):
     """By the name in tokenizer_config.json, or BERT's own where there is none."""
     folder = write_encoder(tmp_path / "model", "BertForSequenceClassification")
