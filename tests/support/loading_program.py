@@ -136,7 +136,7 @@ class MadeUp:
                     self._scales((groups, outs), Along(1), by_group(0)),
                     self._words((groups, outs // 8), by_word(1), by_group(0)),
                 )
-                return StoredMatrix((outs, ins), fields, repack.Gptq(1), (8, 64))
+                return StoredMatrix((outs, ins), fields, repack.GPTQ[1], (8, 64))
             case "awq":
                 fields = (
                     self._words((ins, outs // 8), by_word(1), Along(0)),

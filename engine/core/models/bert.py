@@ -321,9 +321,8 @@ class Bert(Layer):
             ("dense", "out"), head, (config.hidden_size, 1), strict=False
         ):
             shape = outputs, config.hidden_size
-            weight, bias = Piece(f"{tensor}.weight", shape), Piece(f"{tensor}.bias", shape[:1])
-            targets.append(Target(("head", name), (weight,), transpose=True))
-            targets.append(Target(("head", f"{name}_bias"), (bias,)))
+            weight = Target.of(("head", name), f"{tensor}.weight", *shape, transpose=True)
+            targets += weight, Target.of(("head", f"{name}_bias"), f"{tensor}.bias", outputs)
         return WeightMap(tuple(targets), _UNUSED)
 
 
@@ -345,14 +344,13 @@ def _embedding_targets(config: ModelConfig, prefix: str) -> Iterator[Target]:
         "segments": ("token_type", encoder.token_types),
     }
     for name, (kind, rows) in tables.items():
-        shape = rows, config.hidden_size
-        yield Target((name,), (Piece(f"{prefix}{kind}_embeddings.weight", shape),))
+        yield Target.of((name,), f"{prefix}{kind}_embeddings.weight", rows, config.hidden_size)
     yield from _norm_targets(("norm",), f"{prefix}LayerNorm", config)
 
 
 def _norm_targets(path: Path, name: str, config: ModelConfig) -> Iterator[Target]:
     for part in ("weight", "bias"):
-        yield Target((*path, part), (Piece(f"{name}.{part}", (config.hidden_size,)),))
+        yield Target.of((*path, part), f"{name}.{part}", config.hidden_size)
 
 
 def _layer_targets(config: ModelConfig, layer: int, prefix: str) -> Iterator[Target]:

@@ -43,7 +43,6 @@ from jitney.engine.core.weights.checkpoints.names import (
     HF,
     Dialect,
     FileFormat,
-    Piece,
     Target,
     WeightMap,
 )
@@ -307,30 +306,28 @@ def _own_weights(config: ModelConfig, names: Dialect) -> Iterator[Target]:
                 "per_layer_projection_norm",
             )
         ]
-        table = Piece(table, (config.vocab_size, width))
-        yield Target(("token_inputs", "embed"), (table,))
-        making = Piece(making, (width, size))
-        yield Target(("token_inputs", "projection"), (making,), transpose=True)
-        norm = Piece(norm, (inner,))
-        yield Target(("token_inputs", "norm", "weight"), (norm,))
+        yield Target.of(("token_inputs", "embed"), table, config.vocab_size, width)
+        yield Target.of(("token_inputs", "projection"), making, width, size, transpose=True)
+        yield Target.of(("token_inputs", "norm", "weight"), norm, inner)
     for layer in range(config.n_layers):
         path, prefix = ("layers", layer), names.layer.format(i=layer)
-        factor = Piece(prefix + names.named("layer_scalar"), (1,))
-        yield Target((*path, "factor"), (factor,))
+        yield Target.of((*path, "factor"), prefix + names.named("layer_scalar"), 1)
         if inner:
+            gate, out, norm = [
+                f"{prefix}{names.named(name)}.weight"
+                for name in (
+                    "per_layer_input_gate",
+                    "per_layer_projection",
+                    "post_per_layer_input_norm",
+                )
+            ]
             path = (*path, "layer_inputs")
-            gate = Piece(f"{prefix}{names.named('per_layer_input_gate')}.weight", (inner, size))
-            yield Target((*path, "gate"), (gate,), transpose=True)
-            out = Piece(f"{prefix}{names.named('per_layer_projection')}.weight", (size, inner))
-            yield Target((*path, "out"), (out,), transpose=True)
-            norm = Piece(f"{prefix}{names.named('post_per_layer_input_norm')}.weight", (size,))
-            yield Target((*path, "norm", "weight"), (norm,))
+            yield Target.of((*path, "gate"), gate, inner, size, transpose=True)
+            yield Target.of((*path, "out"), out, size, inner, transpose=True)
+            yield Target.of((*path, "norm", "weight"), norm, size)
         if config.experts is not None:
             path = ("layers", layer, "mlp")
             for name, stored in _EXPERT_NORMS.items():
-                weights = Piece(prefix + names.named(stored), (size,))
-                yield Target((*path, name, "weight"), (weights,))
-            factors = Piece(
-                prefix + names.named("router.per_expert_scale"), (config.experts.n_experts,)
-            )
-            yield Target((*path, "share_factors"), (factors,))
+                yield Target.of((*path, name, "weight"), prefix + names.named(stored), size)
+            factors = prefix + names.named("router.per_expert_scale")
+            yield Target.of((*path, "share_factors"), factors, config.experts.n_experts)

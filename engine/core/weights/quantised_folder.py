@@ -39,7 +39,7 @@ class _Words(NamedTuple):
     output_axis: int
     group_axis: int
     #: Converts the stored tensors to `Packed`; None for GPTQ, which needs the checkpoint's zero
-    #: offset (`repack.Gptq`).
+    #: offset (`repack.GPTQ`).
     lay_out: Callable[..., Packed] | None
 
     def groups(self, sizes: tuple[int, int], scales: Shape, zeros: Shape | None = None) -> int:
@@ -227,7 +227,7 @@ class QuantisedFolder(SafetensorsFolder):
         ]
         fields = [self._field(name, *along) for name, along in zip(names, axes, strict=False)]
         together = (8 if len(names) > 2 else 1, _inputs_of_group(ins, groups))
-        lay_out = own.lay_out or repack.Gptq(self.packing.zero_offset)
+        lay_out = own.lay_out or repack.GPTQ[self.packing.zero_offset]
         return StoredMatrix((outs, ins), tuple(fields), lay_out, together)
 
     def _block_scaled(self, name: str) -> Callable[[slice, slice], np.ndarray]:

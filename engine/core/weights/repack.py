@@ -92,23 +92,16 @@ def _float16(pairs: Array) -> Array:
     return bitcast_convert_type(pairs, jnp.float16).T
 
 
-@dataclass(frozen=True)
-class Gptq:
-    """`_gptq` of one kind of checkpoint."""
-
-    #: What has to be added to the stored zero points.
-    zero_offset: int
-
-    def __call__(self, words: Array, scales: Array, zero_words: Array) -> Packed:
-        return _gptq(words, scales, zero_words, self.zero_offset)
-
-
 @partial(jax.jit, static_argnames="zero_offset")
 def _gptq(words: Array, scales: Array, zero_words: Array, zero_offset: int) -> Packed:
     """GPTQ: words int32 [I / 8, O]; scales [G, O]; zero_words int32 [G, O / 8]."""
     codes = _nibbles(words).transpose(0, 2, 1).reshape(-1, words.shape[1])
     zeros = _nibbles(zero_words).reshape(len(zero_words), -1) + zero_offset
     return _grouped(codes, scales, zeros)
+
+
+#: GPTQ's layout by what has to be added to the stored zero points.
+GPTQ = {offset: partial(_gptq, zero_offset=offset) for offset in (0, 1)}
 
 
 @jax.jit

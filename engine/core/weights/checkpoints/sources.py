@@ -126,7 +126,7 @@ class ModelSource:
 
         folder = Path(name).expanduser()
         if _is_repository(name):
-            folder = Repository(name, None).fetch(None, progress, weights=weights)
+            folder = Repository(name, None).fetch(progress, weights=weights)
         return cls("hf", str(folder), name, read_eagle3(folder, target), weights)
 
     @classmethod
@@ -136,16 +136,13 @@ class ModelSource:
         *,
         revision: str | None = None,
         weights: bool = True,
-        cache_dir: str | Path | None = None,
         progress: Progress = no_progress,
     ) -> ModelSource:
         """Find `model`, fetching it if need be, and read its configuration (not its weights).
 
         revision: branch, tag or commit of a repository. weights: whether they will be loaded, and
-        are fetched. cache_dir: where fetched models go, if not to the user's cache. progress(stage,
-        done, total, detail) is called meanwhile. Raises ModelError.
+        are fetched. progress(stage, done, total, detail) is called meanwhile. Raises ModelError.
         """
-        folder = None if cache_dir is None else Path(cache_dir)
         kind, _, family = model.partition(":")
         path = Path(model).expanduser()
         if revision is not None and not _is_repository(model):
@@ -154,7 +151,7 @@ class ModelSource:
                 f"{model!r}"
             )
         if model == _DEFAULT_MODEL:
-            source = _gguf_source(fetch_smollm2(folder, progress), _DEFAULT_MODEL)
+            source = _gguf_source(fetch_smollm2(progress), _DEFAULT_MODEL)
         elif kind == "tiny-random":
             source = cls("tiny", "", model, tiny_config(family or "llama"))
         elif model and path.is_dir():  # Path("") is the current folder
@@ -162,7 +159,7 @@ class ModelSource:
         elif path.is_file():
             source = _gguf_source(path)
         elif _is_repository(model):
-            fetched = Repository(model, revision).fetch(folder, progress, weights=weights)
+            fetched = Repository(model, revision).fetch(progress, weights=weights)
             source = _hf_source(fetched, model, weights)
         else:
             raise ModelError(

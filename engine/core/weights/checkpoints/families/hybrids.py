@@ -12,6 +12,7 @@ from jitney.engine.common.requests import JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
 from jitney.engine.core.weights.checkpoints.families.dense import granite
 from jitney.engine.core.weights.checkpoints.families.shared import (
+    clustered_experts,
     dense_among,
     read_decoder,
     recurrent_layers,
@@ -179,6 +180,8 @@ def nemotron_h(values: JsonObject) -> ModelConfig:
         head_dim=128,
         bos_token_id=1,
         eos_token_id=2,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
     )
     supported = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
     for key, name in supported.items():
@@ -229,18 +232,8 @@ def _nemotron_experts(fields: Fields, config: ModelConfig, mixtures: frozenset[i
     """With experts in some layers."""
     own = fields.integer("moe_shared_expert_intermediate_size", 1, MOST.width, default=7688)
     shared = fields.integer("n_shared_experts", 0, MOST.experts, default=1)
-    experts = ExpertsConfig(
-        fields.integer("n_routed_experts", 1, MOST.experts, default=8),
-        fields.integer("num_experts_per_tok", 1, MOST.experts, default=2),
-        fields.flag("norm_topk_prob", True),
-        scoring="sigmoid",
-        choice_bias=True,
-        clusters=fields.integer("n_group", 1, MOST.experts, default=1),
-        chosen_clusters=fields.integer("topk_group", 1, MOST.experts, default=1),
-        share_factor=fields.number("routed_scaling_factor", 1.0),
-        shared_size=own if shared else 0,
-        shared_gate=False,
-    )
+    experts = clustered_experts(fields, own if shared else 0)
+    experts = replace(experts, scoring="sigmoid", choice_bias=True)
     dense = frozenset(range(config.n_layers)) - config.bare_layers - mixtures
     return replace(
         config,

@@ -10,13 +10,11 @@ from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.core.weights.checkpoints.config_fields import MOST, Fields
 from jitney.engine.core.weights.checkpoints.families.shared import (
     check_kinds,
+    clustered_experts,
     dense_among,
     read_decoder,
 )
-from jitney.engine.core.weights.checkpoints.layer_configs import (
-    ExpertsConfig,
-    LatentConfig,
-)
+from jitney.engine.core.weights.checkpoints.layer_configs import LatentConfig
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 from jitney.engine.core.weights.checkpoints.rope_config import hf_part_rope, score_factor
 
@@ -34,8 +32,9 @@ _MISTRAL4_ROPE: JsonDict = {
 
 def _read_latent(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConfig]:
     """Latent attention, and the mixture that goes with it, but for how experts are chosen."""
-    shared: JsonDict = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_experts_per_tok": 8}
-    settings = shared | {"moe_intermediate_size": 2048} | defaults | dict(values)
+    shared: JsonDict = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "n_routed_experts": 64}
+    shared |= {"num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+    settings = shared | defaults | dict(values)
     fields = Fields(settings, "config.json")
     if fields.flag("attention_bias") or fields.flag("mlp_bias"):
         raise ModelError("config.json: biases of models with latent attention are not supported")
@@ -56,16 +55,8 @@ def _read_latent(values: JsonObject, **defaults: Any) -> tuple[Fields, ModelConf
     assert rope is not None
     factor = score_factor(fields, rope.scaling)
     inner = fields.integer("moe_intermediate_size", 1, MOST.width)
-    experts = ExpertsConfig(
-        fields.integer("n_routed_experts", 1, MOST.experts, default=64),
-        fields.integer("num_experts_per_tok", 1, MOST.experts),
-        fields.flag("norm_topk_prob", True),
-        shared_size=inner * fields.integer("n_shared_experts", 0, MOST.experts, default=1),
-        shared_gate=False,
-        clusters=fields.integer("n_group", 1, MOST.experts, default=1),
-        chosen_clusters=fields.integer("topk_group", 1, MOST.experts, default=1),
-        share_factor=fields.number("routed_scaling_factor", 1.0),
-    )
+    shared_size = inner * fields.integer("n_shared_experts", 0, MOST.experts, default=1)
+    experts = clustered_experts(fields, shared_size)
     dense = range(fields.integer("first_k_dense_replace", 0, MOST.layers, default=0))
     return fields, replace(
         config,

@@ -119,6 +119,22 @@ def dense_among(experts: ExpertsConfig, fields: Fields, dense: Iterable[int]) ->
     return replace(experts, dense_layers=layers, dense_size=size)
 
 
+def clustered_experts(fields: Fields, shared_size: int) -> ExpertsConfig:
+    """The mixture by the keys of DeepSeek's files, but for how experts are scored; shared_size: see
+    `ExpertsConfig`.
+    """
+    return ExpertsConfig(
+        fields.integer("n_routed_experts", 1, MOST.experts),
+        fields.integer("num_experts_per_tok", 1, MOST.experts),
+        fields.flag("norm_topk_prob", True),
+        shared_size=shared_size,
+        shared_gate=False,
+        clusters=fields.integer("n_group", 1, MOST.experts, default=1),
+        chosen_clusters=fields.integer("topk_group", 1, MOST.experts, default=1),
+        share_factor=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
 def recurrent_layers(fields: Fields, kinds: Any, layers: int, name: str) -> frozenset[int]:
     """The numbers of the layers that `layer_types` calls `name`."""
     check_kinds(fields, "layer_types", kinds, layers, ("full_attention", name))

