@@ -153,23 +153,19 @@ def _low_product(x: Array, packed: Packed) -> Array:
 @jax.jit
 def widened(packed: Packed) -> Array:
     """The matrix as float32 [I, O]."""
-    if packed.scheme == "int4":
-        return _widened_int4(packed)
     if packed.scheme == "mxfp4":
         return Mxfp4(packed.kernel, packed.scale).unpacked()
+    if packed.scheme == "int4":
+        wide = Int4(packed.kernel, packed.scale, packed.zeros).unpacked()
+        if packed.lows is None:
+            return wide
+        groups = wide.reshape(packed.scale.shape[0], -1, wide.shape[1])
+        lows = packed.lows.astype(jnp.float32) + Int4.middle * packed.scale.astype(jnp.float32)
+        return (groups + lows[:, None]).reshape(wide.shape)
     wide = packed.kernel.astype(jnp.float32)
     if packed.scale is None:
         return wide
     return wide * packed.scale
-
-
-def _widened_int4(packed: Packed) -> Array:
-    wide = Int4(packed.kernel, packed.scale, packed.zeros).unpacked()
-    if packed.lows is None:
-        return wide
-    groups = wide.reshape(packed.scale.shape[0], -1, wide.shape[1])
-    lows = packed.lows.astype(jnp.float32) + Int4.middle * packed.scale.astype(jnp.float32)
-    return (groups + lows[:, None]).reshape(wide.shape)
 
 
 @partial(jax.jit, static_argnames=("scheme", "dtype", "group"))

@@ -145,18 +145,14 @@ def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Arr
     if jnp.issubdtype(dtype, jnp.integer):
         if name == "zeros":
             return jnp.full(shape, 8, dtype)
-        return _random_bits(key, shape, dtype)
+        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
     if name in ("scale", "kv_scales"):
         return jnp.full(shape, 1e-3, dtype)
     if len(shape) < 2:
         return jnp.full(shape, name != "bias", dtype)
     spread = 1.0 if dtype.itemsize == 1 else shape[0] ** -0.5
     return (spread * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
-
-
-def _random_bits(key: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[dtype.itemsize]
-    return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, width), dtype)
 
 
 def abstract_model(

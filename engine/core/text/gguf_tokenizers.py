@@ -31,7 +31,9 @@ def _fast_from_gguf(metadata: JsonObject) -> FastTokenizer:
     """The tokenizer that GGUF key-values describe. Raises ModelError for unknown kinds."""
     tokens = _tokens_of(metadata)
     try:
-        rust = _full_rust(metadata, tokens)
+        rust, add_bos = _gguf_rust(metadata, tokens)
+        _add_special_tokens(rust, metadata, tokens)
+        _add_template(rust, metadata, tokens, add_bos)
         named = _named_tokens(metadata, len(tokens))
     except ModelError:
         raise
@@ -54,13 +56,6 @@ def _gguf_template_names(metadata: JsonObject) -> list[str]:
     """Names of the templates besides the default one."""
     names = metadata.get("tokenizer.chat_templates")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-def _full_rust(metadata: JsonObject, tokens: list[str]) -> RustTokenizer:
-    rust, add_bos = _gguf_rust(metadata, tokens)
-    _add_special_tokens(rust, metadata, tokens)
-    _add_template(rust, metadata, tokens, add_bos)
-    return rust
 
 
 def _tokens_of(metadata: JsonObject) -> list[str]:
@@ -178,21 +173,17 @@ def _add_special_tokens(rust: RustTokenizer, metadata: JsonObject, tokens: list[
     """Make control tokens special, and match user-defined ones before all else."""
     from tokenizers import AddedToken
 
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise ModelError("GGUF: tokenizer.ggml.token_type must give each token a type")
     control, shown = [], []
-    for token, kind in zip(tokens, _token_kinds(metadata, len(tokens)), strict=True):
+    for token, kind in zip(tokens, kinds, strict=True):
         if kind in (_UNKNOWN, CONTROL):
             control.append(AddedToken(token, special=True, normalized=False))
         elif kind == USER_DEFINED:
             shown.append(AddedToken(token, normalized=False))
     rust.add_special_tokens(control)
     rust.add_tokens(shown)
-
-
-def _token_kinds(metadata: JsonObject, size: int) -> list[Any]:
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(kinds, list) or len(kinds) != size:
-        raise ModelError("GGUF: tokenizer.ggml.token_type must give each token a type")
-    return kinds
 
 
 def _add_template(

@@ -84,7 +84,8 @@ class StoredMatrix:
     @property
     def group(self) -> int:
         """Inputs that share a scale in 4 bits; else 0."""
-        return _group_of(self.described())
+        packed = self.described()
+        return _inputs_of(packed) // packed.scale.shape[0] if packed.in_four_bits else 0
 
     def packed(self) -> Packed:
         """All of it, on the default device."""
@@ -169,13 +170,6 @@ def _cropped(packed: Packed, first: Array, size: tuple[int, int]) -> Packed:
 def _inputs_of(packed: Packed) -> int:
     """I."""
     return packed.kernel.shape[0] * (2 if packed.in_four_bits else 1)
-
-
-def _group_of(packed: Packed) -> int:
-    """Inputs that share a scale in 4 bits; else 0."""
-    if not packed.in_four_bits:
-        return 0
-    return _inputs_of(packed) // packed.scale.shape[0]
 
 
 def _window(part: slice, size: int, together: int) -> slice:

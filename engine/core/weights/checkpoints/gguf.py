@@ -71,10 +71,6 @@ class _TensorInfo:
         return GGMLQuantizationType(self.kind).name
 
 
-#: Name, shape, type and offset.
-type _Header = tuple[str, Shape, int, int]
-
-
 def split_files(path: Path) -> list[Path]:
     """All files of a model whose name says that it is split; else the file itself. Raises
     ModelError unless it is the first one.
@@ -195,7 +191,10 @@ class GGUFFile:
         for _ in range(n_values):
             key = self.string()
             values[key] = self.value(self.scalar("I"))
-        stored = [self.tensor_header() for _ in range(n_tensors)]
+        stored = [
+            (name := self.string(), self.shape_of(name), self.scalar("I"), self.scalar("Q"))
+            for _ in range(n_tensors)
+        ]
         alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
             raise ModelError(f"{self.name}: general.alignment is not a small positive number")
@@ -204,11 +203,8 @@ class GGUFFile:
             self.tensors[name] = self.placed(name, shape, kind, base + offset)
         self.metadata = values | self.metadata
 
-    def tensor_header(self) -> _Header:
-        name = self.string()
-        return name, self._shape_of(name), self.scalar("I"), self.scalar("Q")
-
-    def _shape_of(self, name: str) -> Shape:
+    def shape_of(self, name: str) -> Shape:
+        """The next tensor's."""
         axes = self.scalar("I")
         if not 1 <= axes <= 4:
             raise ModelError(f"{self.name}: {name[:100]} has {axes} axes")

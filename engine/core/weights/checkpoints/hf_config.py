@@ -25,7 +25,12 @@ def read_hf_config(config: JsonObject, generation: JsonObject | None = None) -> 
     Raises ModelError for what is not supported, and for numbers that are missing or out of range.
     """
     architecture, values = _text_model(config)
-    _refuse_unsupported(config)
+    if "auto_map" in config:
+        _log.warning(
+            "config.json names custom code (auto_map); it is not run, the known architecture is "
+            "used instead"
+        )
+    read_packing(config)  # refuses formats that are not read
     model = FAMILIES[architecture].from_hf(values)
     more_ends = Fields(generation or {}, "generation_config.json").token_ids("eos_token_id")
     return replace(model, architecture=architecture).with_ends(*more_ends)
@@ -83,13 +88,3 @@ def _with_head(name: str) -> str:
         return name
     base = name.removesuffix("TextModel").removesuffix("Model")
     return name if base == name else f"{base}ForCausalLM"
-
-
-def _refuse_unsupported(config: JsonObject) -> None:
-    """Raise for settings that would change the answer in a way this engine does not compute."""
-    if "auto_map" in config:
-        _log.warning(
-            "config.json names custom code (auto_map); it is not run, the known architecture is "
-            "used instead"
-        )
-    read_packing(config)

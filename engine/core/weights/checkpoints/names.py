@@ -191,10 +191,6 @@ class WeightMap:
         """All pieces by name."""
         return {piece.name: piece for target in self.targets for piece in target.pieces}
 
-    def _is_ignored(self, name: str) -> bool:
-        is_behind = self.ignored_layer and name.startswith(self.ignored_layer)
-        return bool(is_behind) or name.endswith(self.ignored)
-
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise one ModelError naming all missing, unexpected and misshapen tensors of a
         checkpoint.
@@ -208,7 +204,8 @@ class WeightMap:
                 shape = f"{name} {list(shapes[name])} instead of {list(piece.shape)}"
                 faults["misshapen"].append(shape)
         for name in shapes:
-            if name not in pieces and not self._is_ignored(name):
+            is_behind = self.ignored_layer and name.startswith(self.ignored_layer)
+            if name not in pieces and not is_behind and not name.endswith(self.ignored):
                 faults["unexpected"].append(name)
         reasons = [
             f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names

@@ -77,7 +77,7 @@ def gemma4(values: JsonObject) -> ModelConfig:
     local = config.rope(0)
     full = hf_full_rope(fields, config.context_length, heads.head_dim)
     shared = fields.integer("num_kv_shared_layers", 0, layers - 1, default=0)
-    return replace(
+    config = replace(
         config,
         full_heads=heads,
         ropes=tuple(local if window else full for window in config.windows),
@@ -88,9 +88,8 @@ def gemma4(values: JsonObject) -> ModelConfig:
         n_kv_readers=shared,
         reader_width=1 + fields.flag("use_double_wide_mlp"),
         layer_input_size=_gemma4_layer_inputs(fields, config),
-        experts=_gemma4_experts(fields, config),
-        intermediate_size=_gemma4_inner(fields, config),
     )
+    return _with_gemma4_experts(fields, config) if fields.flag("enable_moe_block") else config
 
 
 def gemma4_unified(values: JsonObject) -> ModelConfig:
@@ -134,24 +133,17 @@ def _gemma4_full_heads(fields: Fields, config: ModelConfig) -> FullHeads:
     return kinds.pop()
 
 
-def _gemma4_experts(fields: Fields, config: ModelConfig) -> ExpertsConfig | None:
-    """Experts beside the feed-forward that all rows go through; None: there are none."""
-    if not fields.flag("enable_moe_block"):
-        return None
-    return ExpertsConfig(
+def _with_gemma4_experts(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """With experts beside the feed-forward that all rows go through."""
+    experts = ExpertsConfig(
         fields.integer("num_experts", 1, MOST.experts),
         fields.integer("top_k_experts", 1, MOST.experts),
         renormalised=True,
         shared_size=config.intermediate_size,
         shared_gate=False,
     )
-
-
-def _gemma4_inner(fields: Fields, config: ModelConfig) -> int:
-    """Columns of the feed-forward, or of each expert."""
-    if not fields.flag("enable_moe_block"):
-        return config.intermediate_size
-    return fields.integer("moe_intermediate_size", 1, MOST.width)
+    inner = fields.integer("moe_intermediate_size", 1, MOST.width)
+    return replace(config, intermediate_size=inner, experts=experts)
 
 
 def _gemma(values: JsonObject, every: int) -> ModelConfig:
