@@ -32,7 +32,7 @@ from jitney.engine.core.weights.checkpoints.families import tiny_config
 from jitney.engine.core.weights.checkpoints.layer_configs import ExpertsConfig
 from jitney.engine.lab.simulation.roofline import SHAPES, ModelCost
 from jitney.kernels import experts, w8a8
-from jitney.kernels.interface import Fp8Products
+from jitney.kernels.interface import Fp8Products, KernelSet
 from jitney.kernels.pallas_tpu import experts as pallas_experts
 from jitney.kernels.proof_shapes import MixtureShape
 from jitney.kernels.routing import Routes, route
@@ -167,17 +167,12 @@ def naive(layer: Experts, x: np.ndarray, n_experts: int) -> np.ndarray:
     ],
 )
 def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, packed: bool):
-    config = tiny_config(family)
-    assert config.experts is not None
-    layer = Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(3))
-    for linear in (layer.gate_up, layer.down):
-        linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.float32))
-    x = np.random.default_rng(5).standard_normal((40, config.hidden_size)).astype(np.float32)
-    expected = naive(layer, x, config.experts.n_experts)
+    layer, x = layer_of(family, scheme)
+    expected = naive(layer, np.asarray(x), layer.experts.n_experts)
     kernels = reference()
     if packed:
         layer.pack(kernels)
-    found = np.asarray(layer(jnp.asarray(x), kernels, real(37)))
+    found = np.asarray(layer(x, kernels, real(37)))
     np.testing.assert_allclose(found[:37], expected[:37], rtol=0, atol=2e-4)
     assert np.abs(expected[:37]).max() > 1
     assert not found[37:].any()
@@ -186,13 +181,8 @@ def test_a_layer_is_the_sum_of_its_rows_experts(family: str, scheme: str, packed
 @pytest.mark.parametrize("scheme", Packed.schemes)
 def test_the_machines_own_kernels_give_the_same_layer_in_bfloat16(scheme: str):
     """Weights laid out in panels and multiplied where they lie, where this CPU has such."""
-    config = tiny_config("mixtral")
-    assert config.experts is not None
-    layer = Experts(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
-    for linear in (layer.gate_up, layer.down):
-        linear.set_matrix(quantise(linear.kernel[...], scheme=scheme, dtype=jnp.bfloat16))
-    x = jax.random.normal(jax.random.key(1), (40, config.hidden_size), jnp.bfloat16)
-    expected = naive(layer, np.asarray(x, np.float32), config.experts.n_experts)
+    layer, x = layer_of("mixtral", scheme, "bfloat16")
+    expected = naive(layer, np.asarray(x, np.float32), layer.experts.n_experts)
     kernels = select("cpu", "auto")
     layer.pack(kernels)
     found = np.asarray(layer(x, kernels, real(40)), np.float64)
@@ -210,13 +200,21 @@ AT_ONCE = {
 }
 
 
+def compare(layer: Experts, x: jax.Array, kernels: KernelSet, *, packed: bool = True) -> None:
+    """The layer's output with the kernels is that of the reference, and 0 for padding."""
+    expected = np.asarray(layer(x, reference(), real(37)))
+    if packed:
+        layer.pack(kernels)
+    found = np.asarray(layer(x, kernels, real(37)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert not found[37:].any()
+
+
 @pytest.mark.parametrize(("scheme", "packed"), [("plain", True), ("fp8", False)])
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_all_blocks_at_once_give_what_one_after_the_other_gives(
     name: str, scheme: str, packed: bool
 ):
-    layer, x = layer_of("qwen3_moe", scheme)
-    expected = np.asarray(layer(x, reference(), real(37)))
     calls = []
 
     def counted(*args: Any) -> jax.Array:
@@ -224,24 +222,16 @@ def test_all_blocks_at_once_give_what_one_after_the_other_gives(
         return AT_ONCE[name](*args)
 
     kernels = replace(reference(), experts=counted)
-    if packed:
-        layer.pack(kernels)
-    found = np.asarray(layer(x, kernels, real(37)))
+    compare(*layer_of("qwen3_moe", scheme), kernels, packed=packed)
     assert len(calls) == 1
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    assert not found[37:].any()
 
 
 @pytest.mark.usefixtures("hurried")
 def test_scales_padded_to_whole_vectors_multiply_as_they_did():
     layer, x = layer_of("mixtral", "mxfp4")
-    expected = np.asarray(layer(x, reference(), real(37)))
-    kernels = replace(reference(), experts=AT_ONCE["Pallas, interpreted"], scale_rows=32)
-    layer.pack(kernels)
+    compare(layer, x, replace(reference(), experts=AT_ONCE["Pallas, interpreted"], scale_rows=32))
     for linear in (layer.gate_up, layer.down):
         assert linear.scale is not None and linear.scale.shape[1] == 32
-    found = np.asarray(layer(x, kernels, real(37)))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_numbers_of_unused_places_reach_no_row():
@@ -273,21 +263,14 @@ def test_experts_in_four_bits_are_multiplied_one_after_the_other():
     def never(*args: Any) -> jax.Array:
         raise AssertionError("int4 is not for this kernel")
 
-    layer, x = layer_of("mixtral", "int4")
-    expected = np.asarray(layer(x, reference(), real(40)))
-    kernels = replace(reference(), experts=never)
-    layer.pack(kernels)
-    np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
+    compare(*layer_of("mixtral", "int4"), replace(reference(), experts=never))
 
 
 def test_experts_that_no_kernel_of_fp8_is_for_are_laid_out_for_all_at_once():
     """A set that multiplies rows in fp8 turns its matrices; those of experts stay [X, I, O]."""
-    layer, x = layer_of("mixtral", "fp8")
-    expected = np.asarray(layer(x, reference(), real(40)))
     products = Fp8Products(w8a8.pack_fp8, w8a8.matmul_fp8)
     kernels = replace(reference(), fp8=products, experts=experts.experts)
-    layer.pack(kernels)
-    np.testing.assert_allclose(np.asarray(layer(x, kernels, real(40))), expected, atol=1e-4)
+    compare(*layer_of("mixtral", "fp8"), kernels)
 
 
 def test_experts_of_which_half_is_in_four_bits_are_laid_out_for_one_after_the_other():
@@ -378,10 +361,13 @@ def test_the_canary_judges_a_mixture_in_float32_alone():
     assert all(finding.right and finding.apart < 1e-3 for finding in found)
 
 
-#: What they are published with: all weights, and those that a token meets.
+#: What they are published with: all weights, and those that a token meets, or 0.
 @pytest.mark.parametrize(
     ("name", "all_weights", "met"),
     [
+        ("deepseek-v2-lite", 15.71e9, 0),  # 31.41 GB in bfloat16
+        ("glm-4.7-flash", 29.94e9, 0),
+        ("mistral-small-4", 118.97e9, 0),
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
         ("mixtral-8x7b", 46.70e9, 12.9e9),
         ("nemotron-3-nano-30b-a3b", 31.58e9, 3.58e9),
@@ -395,7 +381,8 @@ def test_published_mixtures_have_their_number_of_weights(name: str, all_weights:
     cost = ModelCost(config)
     assert sum(leaf.size for leaf in leaves) == pytest.approx(all_weights, rel=1e-3)
     assert cost.parameters == pytest.approx(all_weights, rel=1e-3)
-    assert cost.step.row_weights + 2 * cost.table_weights == pytest.approx(met, rel=5e-3)
+    if met:
+        assert cost.step.row_weights + 2 * cost.table_weights == pytest.approx(met, rel=5e-3)
 
 
 def test_few_rows_read_few_experts():

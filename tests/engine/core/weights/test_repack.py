@@ -23,7 +23,7 @@ from jitney.engine.common.errors import ModelError
 from jitney.engine.core.models.llama import Llama
 from jitney.engine.core.models.quantization import KV_TYPES, Packed, quantise, widened
 from jitney.engine.core.weights import repack
-from jitney.engine.core.weights.checkpoint import open_checkpoint
+from jitney.engine.core.weights.checkpoint import Checkpoint, open_checkpoint
 from jitney.engine.core.weights.checkpoints.names import head_order
 from jitney.engine.core.weights.checkpoints.quantization_config import Packing
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -68,6 +68,10 @@ def numbers(nibbles: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.nd
     )
 
 
+def named(base: str, parts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"{base}.{name}": value for name, value in parts.items()}
+
+
 def gptq(
     base: str, size_out: int, size_in: int, group: int = 32, offset: int = 1
 ) -> tuple[dict, np.ndarray]:
@@ -78,9 +82,7 @@ def gptq(
         "scales": scales,
         "g_idx": (np.arange(size_in) // group).astype(np.int32),
     }
-    return {f"{base}.{name}": value for name, value in state.items()}, numbers(
-        nibbles, zeros, scales
-    ).T
+    return named(base, state), numbers(nibbles, zeros, scales).T
 
 
 def awq(base: str, size_out: int, size_in: int, group: int = 32) -> tuple[dict, np.ndarray]:
@@ -91,9 +93,7 @@ def awq(base: str, size_out: int, size_in: int, group: int = 32) -> tuple[dict, 
         "qzeros": words_of(zeros, 1, order),
         "scales": scales,
     }
-    return {f"{base}.{name}": value for name, value in state.items()}, numbers(
-        nibbles, zeros, scales
-    ).T
+    return named(base, state), numbers(nibbles, zeros, scales).T
 
 
 def pack_quantised(
@@ -112,9 +112,7 @@ def pack_quantised(
     if not symmetric:
         state["weight_zero_point"] = words_of(zeros.T, 0)
     scales = state["weight_scale"].T.astype(np.float32)
-    return {f"{base}.{name}": value for name, value in state.items()}, numbers(
-        nibbles, zeros, scales
-    ).T
+    return named(base, state), numbers(nibbles, zeros, scales).T
 
 
 def fp8(
@@ -213,6 +211,11 @@ def load(path: Path, storage: WeightStorage = PACKED) -> Llama:
     return llamas.load(path, storage=storage)
 
 
+def opened(path: Path) -> Checkpoint:
+    source = ModelSource.resolve(str(path))
+    return open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+
+
 def qkv(floats: dict[str, np.ndarray], layer: int) -> np.ndarray:
     return np.concatenate(
         [floats[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -259,9 +262,7 @@ def test_a_part_is_laid_out_as_in_the_whole(
     """Also one that begins within a word, and of no more than its surroundings is read."""
     config, make, scheme = FORMATS[name]
     floats = write_quantised(tmp_path, config, make)
-    source = ModelSource.resolve(str(tmp_path))
-    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
-    matrix = folder.matrix("model.layers.1.mlp.down_proj.weight")
+    matrix = opened(tmp_path).matrix("model.layers.1.mlp.down_proj.weight")
     assert matrix is not None and matrix.shape == (64, 128)
     outputs, inputs = (slice(*ends) for ends in part)
     whole = floats["model.layers.1.mlp.down_proj.weight"][outputs, inputs]
@@ -283,9 +284,7 @@ def test_a_part_of_outputs_from_several_places_is_laid_out_in_their_order(
 ):
     config, make, _ = FORMATS[name]
     floats = write_quantised(tmp_path, config, make)
-    source = ModelSource.resolve(str(tmp_path))
-    stored = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
-    matrix = stored.matrix("model.layers.1.mlp.down_proj.weight")
+    matrix = opened(tmp_path).matrix("model.layers.1.mlp.down_proj.weight")
     assert matrix is not None
     # Four heads of 4 and 12 rows: rows 0 to 3 of each, then the others.
     order = [
@@ -303,8 +302,7 @@ def test_a_part_of_outputs_from_several_places_is_laid_out_in_their_order(
 def test_floats_have_no_matrix(tmp_path: Path):
     config, make, _ = FORMATS["fp8 tensor"]
     write_quantised(tmp_path, config, make)
-    source = ModelSource.resolve(str(tmp_path))
-    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    folder = opened(tmp_path)
     assert folder.matrix("model.norm.weight") is None
     assert folder.matrix("lm_head.weight") is None
 
@@ -337,8 +335,7 @@ def test_fp8_with_scales_of_blocks_becomes_floats(tmp_path: Path):
     model = load(tmp_path)
     np.testing.assert_array_equal(model.layers[1].attention.qkv.packed.kernel, qkv(floats, 1))
     assert describe_weights(model) == "float32"
-    source = ModelSource.resolve(str(tmp_path))
-    folder = open_checkpoint(source, Llama.weight_map(source.config, "hf"))
+    folder = opened(tmp_path)
     name = "model.layers.1.self_attn.q_proj.weight"
     part = folder.sliced(name)[slice(3, 40), slice(31, 34)]
     np.testing.assert_array_equal(part, folder.sliced(name)[...][3:40, 31:34])
@@ -533,26 +530,16 @@ def test_gguf_blocks_keep_their_numbers(tmp_path: Path, kind: str):
     )
 
 
-def write_gguf(path: Path, kinds: dict[str, str]) -> Path:
-    return llamas.write_gguf(path, tensors(), kinds)
+def write_gguf(path: Path, kinds: str) -> Path:
+    """kinds: of queries, keys, values, output, gate, up and down."""
+    return llamas.write_gguf(path, tensors(), dict(zip(MATRICES, kinds.split(), strict=True)))
 
 
 def test_a_gguf_model_stays_in_4_bits_with_its_rows_in_order(tmp_path: Path):
     """Packed and decoded copies are the same numbers, query and key rows reordered alike; Q4_0
     beside Q4_1 is fused.
     """
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        {
-            "q_proj": "Q4_0",
-            "k_proj": "Q4_1",
-            "v_proj": "Q4_1",
-            "o_proj": "Q4_0",
-            "gate_proj": "Q4_1",
-            "up_proj": "Q4_1",
-            "down_proj": "Q4_0",
-        },
-    )
+    path = write_gguf(tmp_path / "m.gguf", "Q4_0 Q4_1 Q4_1 Q4_0 Q4_1 Q4_1 Q4_0")
     packed, plain = load(path), load(path, FLOATS)
     assert describe_weights(packed) == f"int4 x {4 * L}, float32 x 1"
     for one, other in zip(packed.linears(), plain.linears(), strict=True):
@@ -597,18 +584,7 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
     """In float32 they are the file's own numbers; in bfloat16 those rounded: two models, a little
     apart.
     """
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        {
-            "q_proj": "Q4_1",
-            "k_proj": "Q4_1",
-            "v_proj": "Q4_1",
-            "o_proj": "Q4_1",
-            "gate_proj": "Q4_1",
-            "up_proj": "Q4_1",
-            "down_proj": "Q8_0",
-        },
-    )
+    path = write_gguf(tmp_path / "m.gguf", "Q4_1 Q4_1 Q4_1 Q4_1 Q4_1 Q4_1 Q8_0")
     source = ModelSource.resolve(str(path))
     model = as_llama(load_model(source, source.config, dtype, storage=FLOATS))
     assert describe_weights(model, source) == said and describe_weights(model) == str(
@@ -622,22 +598,13 @@ def test_floats_made_of_4_bits_say_so(tmp_path: Path, dtype: Any, said: str):
 
 
 def test_floats_that_the_file_has_are_just_that(tmp_path: Path):
-    path = write_gguf(tmp_path / "m.gguf", {})
+    path = write_gguf(tmp_path / "m.gguf", "F32 F32 F32 F32 F32 F32 F32")
     assert describe_weights(load(path, FLOATS), ModelSource.resolve(str(path))) == "float32"
 
 
 def test_a_mixed_gguf_falls_back_matrix_by_matrix(tmp_path: Path):
     """A fused matrix with a piece in another format becomes floats as a whole; the others stay."""
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        {
-            "q_proj": "Q4_0",
-            "k_proj": "Q4_0",
-            "v_proj": "Q8_0",
-            "o_proj": "Q4_0",
-            "down_proj": "Q4_0",
-        },
-    )
+    path = write_gguf(tmp_path / "m.gguf", "Q4_0 Q4_0 Q8_0 Q4_0 F32 F32 Q4_0")
     model = load(path)
     for block in model.layers:
         mlp = mlp_of(block)

@@ -110,29 +110,12 @@ def test_windows_follow_each_architecture():
     assert windows("LlamaForCausalLM", sliding_window=8) == (0, 0, 0)
     assert windows("MistralForCausalLM") == (4096,) * 3
     assert windows("MistralForCausalLM", sliding_window=None) == (0, 0, 0)
-    assert windows("Qwen2ForCausalLM", sliding_window=8, max_window_layers=0) == (0, 0, 0)
-    assert windows(
-        "Qwen2ForCausalLM", sliding_window=8, max_window_layers=2, use_sliding_window=True
-    ) == (0, 0, 8)
     assert windows(
         "Qwen3ForCausalLM",
         sliding_window=8,
         use_sliding_window=True,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ) == (8, 0, 8)
-
-
-def test_every_layer_of_a_qwen3_mixture_has_the_window():
-    """transformers' Qwen3MoeModel knows no kinds of layers;
-    tests/engine/core/models/test_numerics.py compares its logits (qwen3_moe_window).
-    """
-    off = MIXTURE | {"sliding_window": 8, "max_window_layers": 2}
-    assert read_hf_config(off).windows == (0, 0, 0)
-    windowed = MIXTURE | {"use_sliding_window": True, "max_window_layers": 2}
-    for others in ({}, {"layer_types": ["full_attention"] * 3}):
-        assert read_hf_config(windowed | others | {"sliding_window": 8}).windows == (8, 8, 8)
-        assert read_hf_config(windowed | others | {"sliding_window": None}).windows == (0, 0, 0)
-        assert read_hf_config(windowed | others).windows == (4096,) * 3
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Qwen3Moe"])
@@ -142,6 +125,7 @@ def test_every_layer_of_a_qwen3_mixture_has_the_window():
         {},
         {"use_sliding_window": True},
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": None},
         {"sliding_window": 8, "max_window_layers": 0},
     ],
 )
