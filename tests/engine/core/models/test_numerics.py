@@ -253,6 +253,29 @@ def test_random_models_repeat_and_decide():
     assert len(set(logits.argmax(axis=-1))) > 40
 
 
+def counting(kernels: Any, calls: list[str], *names: str) -> dict[str, Callable[..., Any]]:
+    """These functions of the kernels, which note their names as they are called."""
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*operands: Any) -> Any:
+            calls.append(name)
+            return getattr(kernels, name)(*operands)
+
+        return call
+
+    return {name: counted(name) for name in names}
+
+
+def compare(model: Model, plain: KernelSet, special: KernelSet) -> None:
+    """Both kernel sets give the same logits."""
+    model.pack(plain)
+    tokens = SCRIPT.prompt()
+    expected, logits = (
+        all_logits(model, tokens, len(tokens), kernels=kernels) for kernels in (plain, special)
+    )
+    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("family", "norms"),
     [
@@ -278,22 +301,10 @@ def test_norms_add_the_parts_of_the_products_that_they_read(family: str, norms: 
         # Attention of this test does not rotate.
         return product if product is None or product.shape[1] == config.hidden_size else None
 
-    def counted(name: str) -> Any:
-        def call(*args: Any) -> Any:
-            calls.append(name)
-            return getattr(PARTS, name)(*args)
-
-        return call
-
-    readers = {name: counted(name) for name in ("norm_sum", "rounded_norm_sum")}
-    model = random_model(config, weights=weights)
+    readers = counting(PARTS, calls, "norm_sum", "rounded_norm_sum")
     whole = replace(DENSE, fp8=PRODUCTS)
-    model.pack(whole)
-    tokens = SCRIPT.prompt()
-    expected = all_logits(model, tokens, len(tokens), kernels=whole)
     parts = replace(whole, parts=replace(PARTS, matmul=matmul, **readers))
-    logits = all_logits(model, tokens, len(tokens), kernels=parts)
-    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=0)
+    compare(random_model(config, weights=weights), whole, parts)
     assert len(calls) == norms
 
 
@@ -306,21 +317,8 @@ def test_kernels_round_the_rows_that_only_fp8_products_read(family: str, norms: 
     rounded.
     """
     calls: list[str] = []
-
-    def norm_sum(x: Any, added: Any, weight: Any, eps: float) -> Any:
-        calls.append("norm_sum")
-        return ROUNDING.norm_sum(x, added, weight, eps)
-
-    def gated(*operands: Any) -> Any:
-        calls.append("gated")
-        return ROUNDING.gated(*operands)
-
-    model = random_model(tiny_config(family), weights="fp8")
-    rounding = replace(DENSE, fp8=replace(PRODUCTS, rounding=RoundingKernels(norm_sum, gated)))
+    kernels = RoundingKernels(**counting(ROUNDING, calls, "norm_sum", "gated"))
+    rounding = replace(DENSE, fp8=replace(PRODUCTS, rounding=kernels))
     without = replace(DENSE, fp8=replace(PRODUCTS, rounding=None))
-    model.pack(without)
-    tokens = SCRIPT.prompt()
-    expected = all_logits(model, tokens, len(tokens), kernels=without)
-    logits = all_logits(model, tokens, len(tokens), kernels=rounding)
-    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=0)
+    compare(random_model(tiny_config(family), weights="fp8"), without, rounding)
     assert (calls.count("norm_sum"), calls.count("gated")) == (norms, gates)

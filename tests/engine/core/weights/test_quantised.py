@@ -294,26 +294,25 @@ def test_the_built_in_text_sets_factors():
 # What a configuration means
 
 
-def test_auto_keeps_a_checkpoint_where_the_device_multiplies_it_so():
-    packing_int4 = KernelSet(
-        **{
-            **{name: getattr(REFERENCE, name) for name in REFERENCE.__dataclass_fields__},
-            "matmul_int4": lambda x, weights, dtype=None: x,
-        }
-    )
-    assert WeightStorage.choose("auto", "cpu", REFERENCE) == WeightStorage(
-        "plain", frozenset({"mxfp4"})
-    )
-    assert WeightStorage.choose("auto", "tpu", REFERENCE) == WeightStorage(
-        "plain", frozenset({"int8", "fp8", "mxfp4"})
-    )
-    assert WeightStorage.choose("auto", "gpu", packing_int4) == WeightStorage(
-        "plain", frozenset({"int8", "fp8", "int4", "mxfp4"})
-    )
-    assert WeightStorage.choose("plain", "gpu", packing_int4) == WeightStorage("plain", frozenset())
-    assert WeightStorage.choose("int4", "cpu", REFERENCE) == WeightStorage(
-        "int4", frozenset({"int4"})
-    )
+@pytest.mark.parametrize(
+    ("weights", "platform", "packs_int4", "storage"),
+    [
+        ("auto", "cpu", False, ("plain", {"mxfp4"})),
+        ("auto", "tpu", False, ("plain", {"int8", "fp8", "mxfp4"})),
+        ("auto", "gpu", True, ("plain", {"int8", "fp8", "int4", "mxfp4"})),
+        ("plain", "gpu", True, ("plain", set())),
+        ("int4", "cpu", False, ("int4", {"int4"})),
+    ],
+)
+def test_auto_keeps_a_checkpoint_where_the_device_multiplies_it_so(
+    weights: str, platform: str, packs_int4: bool, storage: tuple[str, set[str]]
+):
+    kernels = REFERENCE
+    if packs_int4:
+        kernels = replace(REFERENCE, matmul_int4=lambda x, weights, dtype=None: x)
+    scheme, kept = storage
+    wanted = WeightStorage(scheme, frozenset(kept))
+    assert WeightStorage.choose(weights, platform, kernels) == wanted
 
 
 def test_fp8_pools_need_hardware():

@@ -159,6 +159,14 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
     assert (source.name, source.has_weights) == ("o/m", False)
 
 
+def hub_refusal(monkeypatch: pytest.MonkeyPatch, error: Exception, **options: str) -> str:
+    def download(*args, **options):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return refusal("o/m", **options)
+
+
 RESPONSE: Any = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
 
 
@@ -173,19 +181,7 @@ RESPONSE: Any = httpx.Response(404, request=httpx.Request("GET", "https://hub.in
     ],
 )
 def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str):
-    def download(*args, **options):
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert words in refusal("o/m", revision="v1")
-
-
-def hub_refusal(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
-    def download(*args, **options):
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    return refusal("o/m")
+    assert words in hub_refusal(monkeypatch, error, revision="v1")
 
 
 def test_a_hub_that_cannot_be_reached_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
