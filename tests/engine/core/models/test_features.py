@@ -42,8 +42,12 @@ SMALL: dict[str, Any] = {
 }
 LETTERS = "[a-c]{30}"
 #: A family of each kind of cache: latents, windows beside full pages, state. Each has another kind
-#: of weights, which all families multiply alike.
-PAIRS = (("deepseek_v3", "int8"), ("gemma4", "plain"), ("granitehybrid", "fp8"))
+#: of weights, or of keys and values, which all families multiply alike.
+PAIRS = (
+    ("deepseek_v3", {"weights": "int8"}),
+    ("gemma4", {"kv_dtype": "int8"}),
+    ("granitehybrid", {"weights": "fp8"}),
+)
 #: Ends of names of matrices that adapters may change, and the beginning of those that they may not.
 MODULES = (
     *("_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", ".w1", ".w2", ".w3", "_with_mqa"),
@@ -68,16 +72,17 @@ def answers(llm: LLM, prompts: list[list[int]], numbers: list[int]) -> list[Any]
     ]
 
 
-@pytest.mark.parametrize(("family", "weights"), PAIRS)
+@pytest.mark.parametrize(("family", "formats"), PAIRS)
 def test_answers_depend_on_nothing_but_the_request(
-    family: str, weights: str, monkeypatch: pytest.MonkeyPatch
+    family: str, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """Together in pages for about two sequences, then each alone, first without and then with its
     prefix in the cache. Beside so few pages recurrent layers have no checkpoints: what they find is
     in `test_recurrent`.
     """
     monkeypatch.setattr(PageDemand, "lasts", lambda *_: True)
-    llm = LLM(f"tiny-random:{family}", weights=weights, **SMALL)
+    llm = LLM(f"tiny-random:{family}", **formats, **SMALL)
+    assert all(getattr(llm.info.formats, name) == value for name, value in formats.items())
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, 250, length).tolist() for length in (33, 40, 17, 88, 52)]
     everyone = list(range(len(prompts)))

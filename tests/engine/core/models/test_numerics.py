@@ -135,16 +135,6 @@ def test_the_text_model_of_a_wrapper_is_served_and_its_tower_not_read(wrapper: s
     np.testing.assert_allclose(logits[DATA["rows"]], case["logits"], atol=1e-4, rtol=0)
 
 
-def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path):
-    source = source_of(CASES["qwen2"], tmp_path)
-    model = load_model(source, source.config, jnp.float32)
-    tokens = SCRIPT.prompt()
-    together = all_logits(model, np.concatenate([tokens[:20], tokens]), 20, len(tokens))
-    np.testing.assert_allclose(
-        together[20:][DATA["rows"]], CASES["qwen2"]["logits"], atol=1e-4, rtol=0
-    )
-
-
 def test_a_float32_residual_stream_is_nearer_to_float32(smollm2, reference):
     """The default model in bfloat16, against float32's top-5 log-probabilities: rounding the stream
     behind each of 60 additions costs more than half of what bfloat16 costs at all.

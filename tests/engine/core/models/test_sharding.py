@@ -144,12 +144,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     return run_on_devices("sharding_program.py", folder, jobs(folders))
 
 
-@pytest.mark.parametrize(("case", "count"), CASES)
-def test_logits_equal_transformers(results: dict[str, np.ndarray], case: str, count: int):
+@pytest.mark.parametrize(("case", "how"), [*CASES, *((case, "in groups") for case in GROUPED)])
+def test_logits_equal_transformers(results: dict[str, np.ndarray], case: str, how: int | str):
+    """Of so many devices, or of groups of devices with whole experts."""
     expected = np.array(DATA["cases"][case]["logits"])
-    np.testing.assert_allclose(
-        results[f"{case} {count}"][DATA["rows"]], expected, atol=1e-4, rtol=0
-    )
+    np.testing.assert_allclose(results[f"{case} {how}"][DATA["rows"]], expected, atol=1e-4, rtol=0)
 
 
 def test_a_padded_share_of_the_embeddings_is_read_without_its_padding(
@@ -164,15 +163,6 @@ def test_kernels_are_proved_in_one_devices_shapes_with_and_without_weights(
 ):
     loaded, without = results[f"proved {name}"]
     assert without == loaded and "Matrix(" in loaded
-
-
-@pytest.mark.parametrize("case", GROUPED)
-def test_groups_of_devices_with_whole_experts_give_the_same_logits(
-    results: dict[str, np.ndarray], case: str
-):
-    expected = np.array(DATA["cases"][case]["logits"])
-    found = results[f"{case} in groups"][DATA["rows"]]
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", list(JOINED))

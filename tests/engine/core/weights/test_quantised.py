@@ -18,8 +18,6 @@ from int4_weights import quantise_int4
 from llamas import as_llama, mlp_of
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.requests import SamplingParams
-from jitney.engine.core.llm import LLM
 from jitney.engine.core.models.protocol import Model
 from jitney.engine.core.models.quantization import KV_TYPES, Packed, group_size, quantise, widened
 from jitney.engine.core.models.registry import random_model
@@ -331,33 +329,3 @@ def test_fp8_pools_need_hardware():
         match=r"^kv_dtype fp8 needs compute capability 8.9; this NVIDIA A100 has 8.0: use",
     ):
         choose_kv_dtype("fp8", jnp.bfloat16, gpu("8.0"))
-
-
-def test_an_engine_serves_quantised_weights_and_kv():
-    """Tokens of a whole run; both sequences of a step read int8 pages that prefill and decode
-    wrote.
-    """
-    small = {
-        "max_seats": 4,
-        "token_budget": 32,
-        "seat_buckets": (4,),
-        "token_buckets": (32,),
-        "pages": 32,
-        "context": 128,
-        "dtype": "float32",
-        "compilation_cache": False,
-    }
-    prompts = [[1, 2, 3, 4, 5], list(range(60, 90))]
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    llm = LLM("tiny-random", weights="int8", kv_dtype="int8", **small)
-    try:
-        assert (llm.info.formats.weights, llm.info.formats.kv_dtype, llm.info.formats.dtype) == (
-            "int8",
-            "int8",
-            "float32",
-        )
-        alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
-        crowd = [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
-    finally:
-        llm.close()
-    assert alone == crowd and all(len(tokens) == 12 for tokens in crowd)

@@ -42,28 +42,22 @@ def test_halves_have_the_scale_in_the_second(
     np.testing.assert_allclose(b, scale * stored[f"{prefix}.lora_B.weight"].T)
 
 
-def test_the_names_of_older_files_are_known(tmp_path: Path, config: ModelConfig):
-    folder = write_adapter(tmp_path / "fr", config, 1)
-    stored = load_file(folder / TENSORS)
-    old = {name.replace(".weight", ".default.weight"): x for name, x in stored.items()}
-    save_file(old, folder / TENSORS)
-    assert Adapter.read("fr", str(folder)).modules.keys() == {
-        name.removeprefix("base_model.model.").rsplit(".lora", 1)[0] for name in stored
-    }
-
-
-def test_an_adapter_of_a_base_model_has_the_same_modules(tmp_path: Path, config: ModelConfig):
+@pytest.mark.parametrize(
+    ("part", "other"), [(".weight", ".default.weight"), ("model.model.", "model.")]
+)
+def test_files_of_older_releases_and_of_base_models_have_the_same_modules(
+    tmp_path: Path, config: ModelConfig, part: str, other: str
+):
     folder = write_adapter(tmp_path / "fr", config, 1)
     whole = Adapter.read("fr", str(folder))
     stored = load_file(folder / TENSORS)
-    save_file(
-        {name.replace("model.model.", "model."): x for name, x in stored.items()}, folder / TENSORS
-    )
-    base = Adapter.read("fr", str(folder))
-    assert base.modules.keys() == whole.modules.keys() and base.modules != whole.modules
+    save_file({name.replace(part, other): x for name, x in stored.items()}, folder / TENSORS)
+    renamed = Adapter.read("fr", str(folder))
+    assert renamed.modules.keys() == whole.modules.keys() and renamed.modules != whole.modules
     sizes = config.hidden_size, config.intermediate_size
-    for one, other in zip(base.halves(MODULE, *sizes), whole.halves(MODULE, *sizes), strict=True):
-        np.testing.assert_array_equal(one, other)
+    halves = [one.halves(MODULE, *sizes) for one in (renamed, whole)]
+    for one, other_half in zip(*halves, strict=True):
+        np.testing.assert_array_equal(one, other_half)
 
 
 def test_a_half_under_two_names_is_refused(tmp_path: Path, config: ModelConfig):

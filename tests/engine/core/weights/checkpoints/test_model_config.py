@@ -197,6 +197,8 @@ def test_yarn_extends_the_context():
         (MIXTURE | {"moe_intermediate_size": "wide"}, ["moe_intermediate_size"]),
         (MIXTURE | {"mlp_only_layers": 0}, ["mlp_only_layers", "list"]),
         (MIXTURE | {"decoder_sparse_step": 0}, ["decoder_sparse_step", "integer"]),
+        (CASES["gpt_oss"]["config"] | {"swiglu_alpha": 5.0}, ["swiglu_alpha other than 1.702"]),
+        (CASES["gpt_oss"]["config"] | {"swiglu_limit": 5.0}, ["swiglu_limit other than 7.0"]),
         (LFM2 | {"conv_bias": True}, ["conv_bias", "not supported"]),
         (LFM2 | {"layer_types": ["conv", "rnn", "conv"]}, ["layer_types", "or conv"]),
     ],
