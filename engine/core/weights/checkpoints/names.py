@@ -165,7 +165,7 @@ class WeightMap:
             *[target for target in whole.targets if target.path[0] not in _TABLES],
             _norm(("embedding_norm", "weight"), own.embedding_norm, size, names),
             _norm(("hidden_norm", "weight"), own.hidden_norm, size, names),
-            *_linear(("joint",), 2 * size, False, [_Rows(own.joint, size)]),
+            *_linear(("joint",), 2 * size, False, [Piece(own.joint, (size,))]),
         ]
         return cls(tuple(targets), (*names.ignored, *_COPIES), part=own.part)
 
@@ -177,8 +177,8 @@ class WeightMap:
         targets = [
             *[one for one in cls.of(config, names).targets if one.path[0] not in _TABLES],
             _norm(("hidden_norm", "weight"), f"{own.prefix}hidden_norm", size, names),
-            *_linear(("joint",), own.read_size, False, [_Rows("fc", size)]),
-            *_linear(("lm_head",), size, False, [_Rows("lm_head", own.vocab_size)]),
+            *_linear(("joint",), own.read_size, False, [Piece("fc", (size,))]),
+            *_linear(("lm_head",), size, False, [Piece("lm_head", (own.vocab_size,))]),
         ]
         if own.embeds:
             targets.append(Target.of(("embed",), f"{HF.embed}.weight", config.vocab_size, size))
@@ -484,21 +484,6 @@ def _layer_norms(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Ta
         yield _norm(path, prefix + name, heads * dim, names, heads, order)
 
 
-class _Rows(NamedTuple):
-    """Some outputs of a fused matrix, and the stored matrix that has them, without its ending."""
-
-    name: str
-    count: int
-    #: See `Piece`.
-    heads: int = 0
-    head_order: tuple[int, ...] = ()
-    column_order: tuple[int, ...] = ()
-
-    def piece(self, ending: str, shape: tuple[int, ...]) -> Piece:
-        name = f"{self.name}.{ending}"
-        return Piece(name, shape, self.heads, self.head_order, column_order=self.column_order)
-
-
 def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[Target]:
     """The matrices of one layer's attention, and their biases."""
     own = config.of_layer(layer)
@@ -507,20 +492,20 @@ def _attention_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iter
     prefix = names.prefix(config, layer)
     order = head_order(config, layer, paired=names.paired_rows)
     if names.qkv:
-        qkv = [_Rows(prefix + names.qkv, config.qkv_size, heads + kv_heads, order)]
+        qkv = [Piece(prefix + names.qkv, (config.qkv_size,), heads + kv_heads, order)]
     else:
-        queries = [_Rows(prefix + names.q, heads * dim, heads, order)]
+        queries = [Piece(prefix + names.q, (heads * dim,), heads, order)]
         if config.gates_apart:
-            queries.append(_Rows(prefix + names.attention_gate, heads * dim))
+            queries.append(Piece(prefix + names.attention_gate, (heads * dim,)))
         elif config.attention_gate:  # each head's gate stands behind its query
             order_of_pairs = (*order, *range(dim, 2 * dim)) if order else ()
-            queries = [_Rows(prefix + names.q, 2 * heads * dim, heads, order_of_pairs)]
-        keys = _Rows(prefix + names.k, kv_heads * dim, kv_heads, order)
-        values = _Rows(prefix + names.v, kv_heads * dim)
+            queries = [Piece(prefix + names.q, (2 * heads * dim,), heads, order_of_pairs)]
+        keys = Piece(prefix + names.k, (kv_heads * dim,), kv_heads, order)
+        values = Piece(prefix + names.v, (kv_heads * dim,))
         qkv = [*queries, *(keys, values)[: own.kv_projections]]
     path = ("layers", layer, "attention")
     yield from _linear((*path, "qkv"), inputs, config.qkv_bias, qkv)
-    yield from _linear((*path, "o"), heads * dim, config.o_bias, [_Rows(prefix + names.o, size)])
+    yield from _linear((*path, "o"), heads * dim, config.o_bias, [Piece(prefix + names.o, (size,))])
     if config.attention_sinks:
         yield Target.of((*path, "sinks"), prefix + names.sinks, heads)
 
@@ -538,14 +523,14 @@ def _latent_weights(
     turned = head_order(config, layer, paired=names.paired_rows) or range(own.rotated_dim)
     queries = (*range(own.plain_dim), *(own.plain_dim + row for row in turned))
     order = (*range(own.rank), *(own.rank + row for row in turned))
-    opening = [_Rows(named("kv_a_proj_with_mqa"), own.rank + own.rotated_dim, 1, order)]
+    opening = [Piece(named("kv_a_proj_with_mqa"), (own.rank + own.rotated_dim,), 1, order)]
     if own.query_rank:
-        opening = [_Rows(named("q_a_proj"), own.query_rank), *opening]
-        rows = [_Rows(named("q_b_proj"), heads * own.query_dim, heads, queries)]
+        opening = [Piece(named("q_a_proj"), (own.query_rank,)), *opening]
+        rows = [Piece(named("q_b_proj"), (heads * own.query_dim,), heads, queries)]
         yield from _linear((*path, "q_b"), own.query_rank, False, rows)
         yield _norm((*path, "query_norm", "weight"), named("q_a_layernorm"), own.query_rank, names)
     else:
-        opening = [_Rows(named("q_proj"), heads * own.query_dim, heads, queries), *opening]
+        opening = [Piece(named("q_proj"), (heads * own.query_dim,), heads, queries), *opening]
     yield from _linear((*path, "qkv"), size, False, opening)
     yield _norm((*path, "latent_norm", "weight"), named("kv_a_layernorm"), own.rank, names)
     of_head = own.plain_dim + own.value_dim
@@ -553,7 +538,7 @@ def _latent_weights(
     keys, values = range(own.plain_dim), range(own.plain_dim, of_head)
     yield Target((*path, "to_latent", "weight"), (Piece(*stored, tuple(keys), of_head),))
     yield Target((*path, "from_latent", "weight"), (Piece(*stored, tuple(values), of_head),))
-    closing = [_Rows(named("o_proj"), size)]
+    closing = [Piece(named("o_proj"), (size,))]
     yield from _linear((*path, "o"), heads * own.value_dim, False, closing)
 
 
@@ -574,11 +559,11 @@ def _delta_net_weights(
     if names.delta_qkvz:
         values = heads // own.key_heads * own.value_dim
         order = _gathered(own.key_heads, (own.key_dim, own.key_dim, values, values))
-        opening = [_Rows(of_layer + names.delta_qkvz, own.channels + own.values, 1, order)]
+        opening = [Piece(of_layer + names.delta_qkvz, (own.channels + own.values,), 1, order)]
     else:
         opening = [
-            _Rows(named("in_proj_qkv"), own.channels, 1, of_channels),
-            _Rows(named("in_proj_z"), own.values, 1, of_values),
+            Piece(named("in_proj_qkv"), (own.channels,), 1, of_channels),
+            Piece(named("in_proj_z"), (own.values,), 1, of_values),
         ]
     if names.delta_rates:
         shared = heads // own.key_heads
@@ -595,7 +580,7 @@ def _delta_net_weights(
     yield Target((*path, "log_decay"), (Piece(named("A_log"), (heads,), 1, of_heads),))
     yield Target((*path, "rate_bias"), (Piece(named("dt_bias"), (heads,), 1, of_heads),))
     yield Target.of((*path, "norm"), f"{named('norm')}.weight", own.value_dim)
-    closing = [_Rows(named("out_proj"), size, column_order=of_values)]
+    closing = [Piece(named("out_proj"), (size,), column_order=of_values)]
     yield from _linear((*path, "o"), own.values, False, closing)
 
 
@@ -618,10 +603,10 @@ def _short_conv_weights(
         names.layer.format(i=layer) + names.named(f"conv.{name}")
         for name in ("in_proj", "conv", "out_proj")
     ]
-    yield from _linear((*path, "qkv"), size, False, [_Rows(opening, 3 * own.channels)])
+    yield from _linear((*path, "qkv"), size, False, [Piece(opening, (3 * own.channels,))])
     shape = own.channels, 1, own.taps
     yield Target.of((*path, "taps"), f"{taps}.weight", *shape, transpose=True)
-    yield from _linear((*path, "o"), own.channels, False, [_Rows(closing, size)])
+    yield from _linear((*path, "o"), own.channels, False, [Piece(closing, (size,))])
 
 
 def _mamba_weights(
@@ -634,7 +619,7 @@ def _mamba_weights(
         return prefix + names.named(names.mamba + name)
 
     columns = own.channels + own.values + heads
-    yield from _linear((*path, "qkv"), size, False, [_Rows(named("in_proj"), columns)])
+    yield from _linear((*path, "qkv"), size, False, [Piece(named("in_proj"), (columns,))])
     shape = own.channels, 1, own.taps
     yield Target.of((*path, "taps"), f"{named('conv1d')}.weight", *shape, transpose=True)
     if own.conv_bias:
@@ -642,7 +627,7 @@ def _mamba_weights(
     for name, stored in (("log_decay", "A_log"), ("rate_bias", "dt_bias"), ("skip", "D")):
         yield Target.of((*path, name), named(stored), heads)
     yield Target.of((*path, "value_norm"), f"{named('norm')}.weight", own.values)
-    yield from _linear((*path, "o"), own.values, False, [_Rows(named("out_proj"), size)])
+    yield from _linear((*path, "o"), own.values, False, [Piece(named("out_proj"), (size,))])
 
 
 def _gathered(heads: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -665,14 +650,16 @@ def _mlp_matrices(config: ModelConfig, names: Dialect, layer: int) -> Iterator[T
         path = (*path, "shared")
     gate_up = _opening(prefix, names.gate_up, (names.gate, names.up), inner)
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
-    yield from _linear((*path, "down"), inner, config.mlp_bias, [_Rows(prefix + names.down, size)])
+    yield from _linear(
+        (*path, "down"), inner, config.mlp_bias, [Piece(prefix + names.down, (size,))]
+    )
 
 
-def _opening(prefix: str, fused: str, apart: tuple[str, str], inner: int) -> list[_Rows]:
+def _opening(prefix: str, fused: str, apart: tuple[str, str], inner: int) -> list[Piece]:
     """Rows that open a feed-forward of `inner` columns: gates and ups, or ups alone."""
     if fused:
-        return [_Rows(prefix + fused, 2 * inner)]
-    return [_Rows(prefix + name, inner) for name in apart if name]
+        return [Piece(prefix + fused, (2 * inner,))]
+    return [Piece(prefix + name, (inner,)) for name in apart if name]
 
 
 def _expert_matrices(
@@ -691,29 +678,33 @@ def _expert_matrices(
         apart = gate if config.is_gated else "", up
         opening = _opening(prefix, names.shared_gate_up, apart, own)
         yield from _linear((*path, "shared", "gate_up"), size, False, opening)
-        closing = [_Rows(prefix + (names.shared_down or last), size)]
+        closing = [Piece(prefix + (names.shared_down or last), (size,))]
         yield from _linear((*path, "shared", "down"), own, False, closing)
     yield Target((*path, "router"), tuple(router), transpose=True)
     if config.mlp_bias:
         yield Target.of((*path, "router_bias"), f"{prefix}{names.router}.bias", n_experts)
     if experts.choice_bias:
         yield Target.of((*path, "choice_bias"), prefix + names.choice_bias, n_experts)
-    gate_up: list[_Rows] = []
-    down: list[_Rows] = []
+    gate_up: list[Piece] = []
+    down: list[Piece] = []
     for expert in range(n_experts):
         apart = names.expert_gate.format(e=expert), names.expert_up.format(e=expert)
         gate_up += _opening(prefix, "", apart, inner)
-        down.append(_Rows(prefix + names.expert_down.format(e=expert), size))
+        down.append(Piece(prefix + names.expert_down.format(e=expert), (size,)))
     yield from _linear((*path, "gate_up"), size, config.mlp_bias, gate_up)
     yield from _linear((*path, "down"), inner, config.mlp_bias, down)
 
 
-def _linear(path: Path, columns: int, bias: bool, parts: list[_Rows]) -> Iterator[Target]:
-    """A fused matrix, and its bias if it has one."""
-    pieces = [part.piece("weight", (part.count, columns)) for part in parts]
+def _linear(path: Path, columns: int, bias: bool, parts: list[Piece]) -> Iterator[Target]:
+    """A fused matrix, and its bias if it has one. parts: for each stored matrix its outputs, [O],
+    under its name without `.weight`.
+    """
+    pieces = [
+        replace(part, name=f"{part.name}.weight", shape=(*part.shape, columns)) for part in parts
+    ]
     yield Target((*path, "kernel"), tuple(pieces), transpose=True)
     if bias:
-        pieces = [part.piece("bias", (part.count,)) for part in parts]
+        pieces = [replace(part, name=f"{part.name}.bias") for part in parts]
         yield Target((*path, "bias"), tuple(pieces))
 
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,48 +119,45 @@ async def test_chats_that_do_not_end_are_cut_off_and_others_go_on():
                 os.kill(pid, 0)
 
 
+class Stuck(ByteTokenizer):
+    """Encodes the text "stuck" no sooner than it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def encode(self, text, *, add_special_tokens=True):
+        if text == "stuck":
+            self.released.wait(20)
+        return super().encode(text)
+
+
+def asking(tokenizer: Any, **settings: Any) -> Callable[[object], Awaitable[Any]]:
+    """A function that completes a prompt with this tokenizer."""
+    app = make_app(FakeClient(), **settings)
+    app.state.service.tokenizer = tokenizer
+    return lambda prompt: call(app, "/v1/completions", {"model": "m", "prompt": prompt})
+
+
 async def test_texts_that_are_never_tokenised_do_not_stop_others():
-    class Stuck(ByteTokenizer):
-        def encode(self, text, *, add_special_tokens=True):
-            if text == "stuck":
-                release.wait(20)
-            return super().encode(text)
-
-    release = threading.Event()
-
-    app = make_app(FakeClient(), tokenize_timeout_s=0.2)
-    app.state.service.tokenizer = Stuck()
-
-    async def ask(text: str):
-        return await call(app, "/v1/completions", {"model": "m", "prompt": text})
-
+    tokenizer = Stuck()
+    ask = asking(tokenizer, tokenize_timeout_s=0.2)
     stuck = await asyncio.gather(*(ask("stuck") for _ in range(2)))
     assert [reply.status for reply in stuck] == [400, 400]
     assert (await ask("fine")).status == 200
     lost = [thread for thread in threading.enumerate() if thread.name == "tokenize"]
     assert len(lost) >= 4 and all(thread.daemon for thread in lost)
-    release.set()
+    tokenizer.released.set()
 
 
 async def test_a_prompt_of_token_ids_waits_for_no_thread():
-    class Stuck(ByteTokenizer):
-        def encode(self, text, *, add_special_tokens=True):
-            release.wait(20)
-            return super().encode(text)
-
-    release = threading.Event()
-
-    app = make_app(FakeClient())
-    app.state.service.tokenizer = Stuck()
-
-    async def ask(prompt: object):
-        return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
-
-    stuck = [asyncio.create_task(ask("stuck")) for _ in range(4)]
+    tokenizer = Stuck()
+    ask = asking(tokenizer)
+    stuck = [asyncio.ensure_future(ask("stuck")) for _ in range(4)]
     ids = await ask([[1, 2], [3]])
     assert ids.status == 200 and len(ids.json()["choices"]) == 2
     assert not any(task.done() for task in stuck)
-    release.set()
+    tokenizer.released.set()
     assert [reply.status for reply in await asyncio.gather(*stuck)] == [200] * 4
 
 
@@ -217,12 +214,7 @@ def panicking() -> Tokenizer:
 
 
 async def test_a_panic_of_a_tokenizer_is_an_error_of_its_request():
-    app = make_app(FakeClient())
-    app.state.service.tokenizer = panicking()
-
-    async def ask(prompt: str):
-        return await call(app, "/v1/completions", {"model": "m", "prompt": prompt})
-
+    ask = asking(panicking())
     for _ in range(3):
         reply = await ask("a" * 40 + "c")
         assert (reply.status, reply.error["param"]) == (400, "prompt")
