@@ -17,12 +17,13 @@ from rich.text import Text
 
 from jitney.dashboard.replica import ReplicaView, SeatView
 from jitney.dashboard.sse import Note, decode
+from jitney.engine.common.engine_info import short_digest
 from jitney.engine.common.messages import Progress
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.row_kinds import ROW_KIND_TABLE
 from jitney.engine.common.tasks import beside
 from jitney.engine.common.terminal import console
-from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup, short
+from jitney.engine.config import KEY_FLAG, Command, Flag, FlagGroup
 
 if TYPE_CHECKING:
     from jitney.dashboard.terminal_screen import Screen
@@ -458,7 +459,7 @@ def _title(replica: ReplicaView, url: str) -> Text:
 
 def _configuration(info: JsonDict) -> str:
     """The beginning of the configuration's digest; empty if the engine reports none."""
-    digest = short(info.get("config_digest", ""))
+    digest = short_digest(info.get("config_digest", ""))
     return f", config {digest}" if digest else ""
 
 

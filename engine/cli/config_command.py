@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from jitney.engine.cli.asking import Refused, ask
+from jitney.engine.common.engine_info import short_digest
 from jitney.engine.common.errors import ModelError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.terminal import console
@@ -22,7 +23,6 @@ from jitney.engine.config import (
     FlagGroup,
     ResolvedConfig,
     configuration_digest,
-    short,
 )
 from jitney.engine.core import ModelSource
 from jitney.engine.lab import ServerSizes
@@ -139,7 +139,7 @@ def _print_differences(
     differences: Sequence[Sequence[str]],
 ) -> None:
     for letter, source, report in zip("AB", sources, reports, strict=True):
-        digest = short(report.config_digest) or _NO_DIGEST
+        digest = short_digest(report.config_digest) or _NO_DIGEST
         _print_line(f"{letter}: {source}, Jitney {report.version}, configuration {digest}")
     if differences:
         _print_table(("setting", "A", "from", "B", "from", "digest"), differences)

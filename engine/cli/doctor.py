@@ -22,13 +22,12 @@ from jitney.engine.common.cache_folder import (
     make_folders,
     make_private,
 )
-from jitney.engine.common.engine_info import KernelProof
+from jitney.engine.common.engine_info import KernelProof, short_digest
 from jitney.engine.common.errors import JitneyError
 from jitney.engine.common.machine import bfloat16_features, own_processors
 from jitney.engine.common.platforms import check_platform
 from jitney.engine.common.terminal import visible
-from jitney.engine.config import Command, Config, Flag, FlagGroup, short
-from jitney.engine.core import claim_memory
+from jitney.engine.config import Command, Config, Flag, FlagGroup
 from jitney.engine.lab import ServerSizes
 from jitney.engine.server import listen
 
@@ -64,7 +63,6 @@ def run(arguments: Sequence[str]) -> int:
     args = _COMMAND.parse(arguments)
     config = ServerSizes(args.load_layers()).as_served().config
     os.environ.update(config.engine.jax_environment)  # before the first import of jax
-    claim_memory(os.environ, config.engine.memory_share)
     findings = list(_examine(config))
     _show(findings, as_json=args.json)
     return int(any(finding.ok is False for finding in findings))
@@ -133,7 +131,7 @@ def _devices(config: Config) -> Iterator[_Finding]:
     check_platform(config.engine.platform)
     from jitney.engine.core import devices_of
 
-    present = devices_of(config.engine.platform)
+    present = devices_of(config.engine)
     yield from _enough(config.engine.devices_here, len(present))
     for device in present:
         yield _Finding(f"device {device.id}", _describe(device), True)
@@ -195,7 +193,7 @@ def _model(config: Config) -> Iterator[_Finding]:
         yield from _split(config)
     digest = digest_here(config)
     if digest:
-        yield _Finding("configuration", short(digest))
+        yield _Finding("configuration", short_digest(digest))
 
 
 def _split(config: Config) -> Iterator[_Finding]:

@@ -11,6 +11,8 @@ from jitney.engine.common.requests import REQUEST_MOST, JsonDict, Pooling, Reque
 from jitney.engine.common.step_cost import DeviceCeiling, StepCost
 
 type EngineState = Literal["loading", "ready", "sleeping", "restarting", "draining", "dead"]
+#: Characters of a digest that are shown to people.
+_SHORT = 12
 
 
 class KernelProof(msgspec.Struct, frozen=True):
@@ -208,6 +210,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             fields |= msgspec.to_builtins(group)
         fields["adapters"] = list(self.model.adapters)
         return fields
+
+
+def short_digest(digest: str) -> str:
+    """The first characters of a configuration's digest, as shown to people; "" stays ""."""
+    return digest[:_SHORT]
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import pkgutil
 from pathlib import Path
 
@@ -31,6 +32,23 @@ def check_platform(platform: str) -> None:
         _check_cuda()
     elif platform == "tpu":
         _check_tpu()
+
+
+def runs_on_device(platform: str) -> bool:
+    """Whether an engine with this `platform` will probably run on a GPU or TPU; asks no jax."""
+    if platform != "auto":
+        return platform != "cpu"
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return False
+    return any(map(_may_be_here, ("cuda", "tpu")))
+
+
+def _may_be_here(platform: str) -> bool:
+    try:
+        check_platform(platform)
+    except ConfigError:
+        return False
+    return True
 
 
 def check_devices(platform: str, actual: str) -> None:

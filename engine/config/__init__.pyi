@@ -1,7 +1,6 @@
 from .arguments import Arguments as Arguments
 from .digest import ConfigReport as ConfigReport
 from .digest import configuration_digest as configuration_digest
-from .digest import short as short
 from .flags import FOR as FOR
 from .flags import KEY_FLAG as KEY_FLAG
 from .flags import Command as Command
@@ -11,7 +10,6 @@ from .layers import ResolvedConfig as ResolvedConfig
 from .layers import settings as settings
 from .layers import values as values
 from .presets import SIZES as SIZES
-from .presets import runs_on_device as runs_on_device
 from .schema import AUTO as AUTO
 from .schema import Config as Config
 from .schema import EngineSection as EngineSection

@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from jitney.engine.common.errors import ConfigError, did_you_mean
+from jitney.engine.common.platforms import runs_on_device
 from jitney.engine.common.requests import JsonDict, JsonObject
 from jitney.engine.config.layers import ResolvedConfig, settings
-from jitney.engine.config.presets import preset, runs_on_device
+from jitney.engine.config.presets import preset
 from jitney.engine.config.schema import Config
 
 if TYPE_CHECKING:

@@ -17,8 +17,6 @@ from jitney.engine.common.requests import JsonDict
 from jitney.engine.config.layers import ResolvedConfig, Setting, settings, values
 from jitney.engine.config.schema import Config
 
-#: Characters of a digest that are shown to people.
-_SHORT = 12
 #: Settings, by flat name, that are not part of the digest.
 _LEFT_OUT = frozenset(
     (
@@ -92,11 +90,6 @@ def configuration_digest(config: Config, *, model: str) -> str:
     facts = {"jitney": version("jitney"), "model": model, "settings": _counted(config)}
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def short(digest: str) -> str:
-    """The first characters of a digest, as shown to people; "" stays ""."""
-    return digest[:_SHORT]
 
 
 def _counted(config: Config) -> JsonDict:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from typing import Literal, get_args
-
-from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.platforms import check_platform
 
 _Goal = Literal["latency", "balanced", "throughput"]
 GOALS: tuple[_Goal, ...] = get_args(_Goal)
@@ -70,20 +66,3 @@ def preset(goal: _Goal, set_names: Collection[str], *, on_device: bool) -> _Valu
     if not SIZES & set(set_names):
         values |= (_DEVICE_SIZES if on_device else _CPU_SIZES)[goal]
     return {name: value for name, value in values.items() if name not in set_names}
-
-
-def runs_on_device(platform: str) -> bool:
-    """Whether an engine with this `platform` will probably run on a GPU or TPU; asks no jax."""
-    if platform != "auto":
-        return platform != "cpu"
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return False
-    return any(map(_may_be_here, ("cuda", "tpu")))
-
-
-def _may_be_here(platform: str) -> bool:
-    try:
-        check_platform(platform)
-    except ConfigError:
-        return False
-    return True

@@ -6,7 +6,6 @@ from .executor.autotuning import name_of as name_of
 from .executor.ceiling import measure_ceiling as measure_ceiling
 from .executor.fits import check_fits as check_fits
 from .executor.memory import PoolShares as PoolShares
-from .executor.memory import claim_memory as claim_memory
 from .executor.sampling import threshold as threshold
 from .executor.threads import processors_here as processors_here
 from .grammar.checks import Grammars as Grammars

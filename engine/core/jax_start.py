@@ -15,8 +15,8 @@ import jax
 
 from jitney.engine.common.cache_folder import compilation_cache_dir, make_private, why_no_room
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.platforms import check_devices
-from jitney.engine.config import Config, EngineSection, runs_on_device
+from jitney.engine.common.platforms import check_devices, runs_on_device
+from jitney.engine.config import Config, EngineSection
 from jitney.engine.core.executor.autotuning import programs_folder
 from jitney.engine.core.executor.memory import claim_memory
 from jitney.engine.core.executor.threads import use_processors
@@ -38,14 +38,13 @@ def start_jax(config: Config, hosts: Hosts | None = None) -> list[Any]:
     """Set up jax and return the `tensor_parallel` devices to run on, host by host."""
     if config.engine.threads or not runs_on_device(config.engine.platform):
         use_processors(config.engine.threads)
-    claim_memory(os.environ, config.engine.memory_share)
     libc = _glibc()
     if libc:
         # With an arena per thread, each would keep freed temporaries.
         libc.mallopt(_M_ARENA_MAX, 2)
     if hosts is not None:
         _start_distributed(hosts)
-    devices = devices_of(config.engine.platform)
+    devices = devices_of(config.engine)
     _keep_programs(config.engine, devices[0])
     if hosts is not None:
         return _of_each_host(devices, config.engine)
@@ -117,8 +116,12 @@ def open_compilation_cache(engine: EngineSection) -> Path | None:
     return folder
 
 
-def devices_of(name: str) -> list[Any]:
-    """jax's devices. Raises ConfigError if they are not of platform `name` (auto: any)."""
+def devices_of(settings: EngineSection) -> list[Any]:
+    """jax's devices, of which jax takes the share of memory in the settings. Raises ConfigError if
+    they are not of the platform in the settings.
+    """
+    name = settings.platform
+    claim_memory(os.environ, settings.memory_share)
     try:
         devices = jax.devices()
     except RuntimeError as error:

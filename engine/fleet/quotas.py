@@ -16,7 +16,7 @@ from jitney.engine.common.requests import JsonObject
 from jitney.engine.fleet.forwarding import ProxiedAnswer
 from jitney.engine.fleet.request import READING, WRITING, ProxiedRequest
 from jitney.engine.fleet.rollout.measuring import UsageWatch
-from jitney.engine.server import Quotas, Spending
+from jitney.engine.server import Quotas
 
 #: Fields that hold the texts of a prompt.
 _PROMPTS = (
@@ -77,12 +77,12 @@ class FleetQuotas:
         invalid_value if it has more sequences than the key may ever have.
         """
         if request.route not in WRITING | READING or request.method != "POST":
-            yield _Account(None)
+            yield _Account(counts=False)
             return
         sequences = _sequences_of(request)
         with self._quotas.open(key), self._quotas.open_rest(key, sequences):
             if not self.tokens_per_minute:
-                yield _Account(None)
+                yield _Account(counts=False)
                 return
             with self._charged(key, request, sequences) as account:
                 yield account
@@ -98,11 +98,12 @@ class FleetQuotas:
         if request.route in WRITING:
             expected = sequences * self._quotas.expect(key, n_prompt, most, most or _MOST_OUTPUT)
         with self._quotas.charging(key, n_prompt, expected) as spending:
-            account = _Account(spending)
+            account = _Account()
             try:
                 yield account
             finally:
-                account.settle(n_prompt)
+                spending.give_back(n_prompt - account.prompt_tokens(n_prompt))
+                spending.spend(account.usage.tokens)
         self._learn(request.model, n_ids, n_chars, account.usage.prompt)
         if sequences == 1 and account.is_whole:
             self._quotas.seen(key, n_prompt, most, account.usage.tokens)
@@ -117,9 +118,10 @@ class FleetQuotas:
 
 @dataclass(slots=True)
 class _Account:
-    """Token usage of one request. spending: None if tokens are not limited."""
+    """Token usage of one request."""
 
-    spending: Spending | None
+    #: Whether its tokens are limited, and so counted.
+    counts: bool = True
     usage: UsageWatch = field(default_factory=UsageWatch)
     #: Whether the answer was read to its end.
     is_whole: bool = False
@@ -127,7 +129,7 @@ class _Account:
 
     def watched(self, answer: ProxiedAnswer) -> ProxiedAnswer:
         """The same answer, whose tokens are counted as it is read."""
-        if self.spending is None:
+        if not self.counts:
             return answer
         self._answered = answer.status < 300
         return ProxiedAnswer(answer.status, answer.headers, self._watched(answer.body))
@@ -139,13 +141,11 @@ class _Account:
             yield part
         self.is_whole = self._answered
 
-    def settle(self, n_prompt: int) -> None:
-        """Charge the real usage; a refused request is free. n_prompt: tokens charged before."""
-        if self.spending is None:
-            return
-        used = self.usage.prompt if self.usage.prompt is not None else n_prompt
-        self.spending.give_back(n_prompt - used if self._answered else n_prompt)
-        self.spending.spend(self.usage.tokens)
+    def prompt_tokens(self, estimate: int) -> int:
+        """Prompt tokens to charge: as the engine counted them; none for a refused request."""
+        if not self._answered:
+            return 0
+        return estimate if self.usage.prompt is None else self.usage.prompt
 
 
 def _sequences_of(request: ProxiedRequest) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jitney.engine.common.errors import ConfigError
@@ -13,7 +13,7 @@ from jitney.engine.fleet.build import FleetParts
 from jitney.engine.fleet.config import FleetConfig
 from jitney.engine.fleet.launchers.engine_process import without_adapters
 from jitney.engine.fleet.sections import ReplicasSection
-from jitney.engine.server import AdapterNews, FileNews, FreshSettings
+from jitney.engine.server import AdapterNews, FreshSettings
 
 _ENGINE_KEY_FILE = "engine_key_file"
 
@@ -29,39 +29,28 @@ class FleetReader:
     parts: FleetParts
     #: Makes engines serve the adapters of a new file; None: adapters change only at a start.
     take_adapters: Callable[[FleetConfig], Awaitable[AdapterNews]] | None = None
-    #: The current key for engines of `urls`.
-    _engine_key: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._engine_key = self.parts.key
 
     def __call__(self) -> FreshSettings:
         """Read the current settings. Raises ConfigError. Blocks."""
         fresh = self.read()
         key = engine_key(fresh)
-        if bool(key) != bool(self._engine_key):
+        if bool(key) != bool(self.parts.key):
             raise ConfigError(
                 f"{_ENGINE_KEY_FILE}: engines get a key of the fleet's, or lose it, at a start only"
             )
+        news = "none"
+        if key:
+            news = "unchanged" if key == self.parts.key else "replaced"
         settings = FreshSettings.of(
             fresh.server,
             self._values(self.config),
             self._values(fresh),
-            take_engine_key=partial(self._take_engine_key, key),
+            engine_key=news,
+            use_engine_key=partial(self.parts.use_key, key),
         )
         if self.take_adapters is None:
             return settings
         return replace(settings, take_adapters=partial(self.take_adapters, fresh))
-
-    async def _take_engine_key(self, key: str) -> FileNews:
-        """Send this key to engines of `urls` from now on."""
-        if not key:
-            return "none"
-        if key == self._engine_key:
-            return "unchanged"
-        self._engine_key = key
-        self.parts.use_key(key)
-        return "replaced"
 
     def _values(self, config: FleetConfig) -> dict[str, object]:
         """The fleet's settings by name, without the engines' key file and without adapters that

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from jitney.engine.common.cache_folder import keep, kept_file
+from jitney.engine.common.platforms import runs_on_device
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import SIZES, Config, ResolvedConfig, runs_on_device, settings
+from jitney.engine.config import SIZES, Config, ResolvedConfig, settings
 
 #: Origin of measured values.
 _FROM_MEASURED = "measured here"

@@ -25,9 +25,7 @@ from .http.page_access import PageAccess as PageAccess
 from .http.page_access import PageLine as PageLine
 from .http.passed_headers import PassedHeaders as PassedHeaders
 from .http.quotas import Quotas as Quotas
-from .http.quotas import Spending as Spending
 from .http.reload import AdapterNews as AdapterNews
-from .http.reload import FileNews as FileNews
 from .http.reloader import FreshSettings as FreshSettings
 from .http.routes import front_routes as front_routes
 from .http.routes import unknown_fields as unknown_fields

@@ -10,8 +10,9 @@ from importlib.metadata import version
 import zmq
 
 from jitney.engine.common import messages
+from jitney.engine.common.engine_info import short_digest
 from jitney.engine.common.errors import ConfigError, ModelError
-from jitney.engine.config import Config, configuration_digest, short
+from jitney.engine.config import Config, configuration_digest
 from jitney.engine.core.distributed.link import Leader, Lost, Worker
 from jitney.engine.core.distributed.messages import Hello
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
@@ -73,7 +74,7 @@ def _digest(config: Config, source: ModelSource) -> str:
     """Digest of model and settings, without [server] and the order, which depends on keys."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"order": ""})})
     identity = source.identity(config.model.adapter_folders)
-    return short(configuration_digest(config, model=identity))
+    return short_digest(configuration_digest(config, model=identity))
 
 
 def _ender(address: str) -> Lost:

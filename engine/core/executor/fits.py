@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from jitney.engine.common.errors import ConfigError
 from jitney.engine.common.machine import available_host_bytes
-from jitney.engine.config import Config, EngineSection, runs_on_device
+from jitney.engine.common.platforms import runs_on_device
+from jitney.engine.config import Config, EngineSection
 from jitney.engine.core.executor.memory import GIB, PoolShares
 from jitney.engine.core.weights.checkpoints.model_config import ModelConfig
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Literal, NamedTuple
 
+from jitney.engine.common.engine_info import short_digest
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.config import short
 from jitney.engine.fleet.rollout.comparison import (
     ARMS,
     FIGURES,
@@ -142,8 +142,8 @@ class Rollout:
                 "compared anew",
                 self.model,
                 arm,
-                ", ".join(map(short, digests)),
-                ", ".join(map(short, previous)),
+                ", ".join(map(short_digest, digests)),
+                ", ".join(map(short_digest, previous)),
                 self.name,
             )
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jitney.engine.common.errors import ConfigError
-from jitney.engine.common.platforms import check_platform
+from jitney.engine.common.platforms import check_platform, runs_on_device
 from jitney.engine.common.requests import JsonObject
-from jitney.engine.config import SIZES, Command, Flag, FlagGroup, ResolvedConfig, runs_on_device
+from jitney.engine.config import SIZES, Command, Flag, FlagGroup, ResolvedConfig
 from jitney.engine.lab.commands.bench_flags import JSON
 from jitney.engine.lab.server_sizes import ServerSizes
 from jitney.engine.lab.tuned_sizes import TunedSizes

@@ -23,8 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from jitney.engine.common.device_use import WINDOW_S, DeviceUse
-from jitney.engine.common.engine_info import EngineInfo, EngineState, KernelProof
-from jitney.engine.config import short
+from jitney.engine.common.engine_info import EngineInfo, EngineState, KernelProof, short_digest
 from jitney.engine.server.process.counters import Histogram as StepHistogram
 
 if TYPE_CHECKING:
@@ -298,7 +297,7 @@ def _build(client: EngineClient) -> Iterator[Metric]:
     if client.info:
         shown = client.info.flat()
         labels = {name: str(shown[name]) for name in _BUILD}
-        labels["config"] = short(client.info.config_digest)
+        labels["config"] = short_digest(client.info.config_digest)
     yield InfoMetricFamily("jitney_build", "what is running", _VERSION | labels)
 
 

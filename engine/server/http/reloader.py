@@ -53,10 +53,6 @@ _LIVE = _READ_AT_USE | {
 }
 
 
-async def _no_key() -> FileNews:
-    return "none"
-
-
 async def _no_adapters() -> AdapterNews:
     from jitney.engine.server.http.reload import AdapterNews
 
@@ -70,8 +66,9 @@ class FreshSettings:
     server: ServerSection
     #: Settings that differ from those of the start and take effect only at the next start.
     needs_restart: list[str]
-    #: Applies a new key for requests to engines.
-    take_engine_key: Callable[[], Awaitable[FileNews]] = _no_key
+    #: Result for the key for requests to engines, and a function that applies it.
+    engine_key: FileNews = "none"
+    use_engine_key: Callable[[], None] = lambda: None
     #: Loads the adapters. If it raises JitneyError (naming one), nothing has changed.
     take_adapters: Callable[[], Awaitable[AdapterNews]] = _no_adapters
 
@@ -82,7 +79,8 @@ class FreshSettings:
         before: Mapping[str, object],
         fresh: Mapping[str, object],
         *live: str,
-        take_engine_key: Callable[[], Awaitable[FileNews]] = _no_key,
+        engine_key: FileNews = "none",
+        use_engine_key: Callable[[], None] = lambda: None,
         take_adapters: Callable[[], Awaitable[AdapterNews]] = _no_adapters,
     ) -> FreshSettings:
         """The settings read now. before, fresh: all values at the start and now, by name. live:
@@ -90,7 +88,7 @@ class FreshSettings:
         """
         names = before.keys() - _LIVE - set(live)
         changed = sorted(name for name in names if fresh[name] != before[name])
-        return cls(server, changed, take_engine_key, take_adapters)
+        return cls(server, changed, engine_key, use_engine_key, take_adapters)
 
 
 @dataclass(eq=False)
@@ -129,7 +127,7 @@ class Reloader:
             secret = await asyncio.to_thread(read_key_file, secret_file, _WEBHOOK_SECRET)
             adapters = await fresh.take_adapters()
             certificate = await asyncio.to_thread(self._take_certificate, fresh.server)
-            engine_key = await fresh.take_engine_key()
+            fresh.use_engine_key()
             keys = await self._take_keys(accepted)
             settings = self._take_settings(fresh.server, secret)
             if self.on_taken is not None:
@@ -138,7 +136,7 @@ class Reloader:
         answer = ReloadAnswer(
             keys=keys,
             certificate=certificate,
-            engine_key=engine_key,
+            engine_key=fresh.engine_key,
             adapters=adapters,
             settings=settings,
             needs_restart=_needs_restart(fresh, adapters),

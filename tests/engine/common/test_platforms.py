@@ -220,3 +220,9 @@ def test_plugins_are_found_as_jax_finds_them(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "xla_cuda99" in platforms._jax_plugins()
+
+
+def test_where_an_engine_will_run(monkeypatch: pytest.MonkeyPatch):
+    assert platforms.runs_on_device("cuda") and platforms.runs_on_device("tpu")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not any(map(platforms.runs_on_device, ("cpu", "auto")))

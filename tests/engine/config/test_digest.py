@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from jitney.engine.config.digest import _LEFT_OUT, ConfigReport, configuration_digest, short
+from jitney.engine.common.engine_info import short_digest
+from jitney.engine.config.digest import _LEFT_OUT, ConfigReport, configuration_digest
 from jitney.engine.config.layers import ResolvedConfig, settings
 from jitney.engine.config.schema import Config
 from jitney.engine.core.weights.checkpoints import sources
@@ -36,7 +37,7 @@ def test_model_version_and_settings_count(monkeypatch: pytest.MonkeyPatch):
         patch.setattr("jitney.engine.config.digest.version", lambda name: "2")
         of_another_version = digest()
     assert len(base) == 64 and set(base) <= set("0123456789abcdef")
-    assert short(base) == base[:12]
+    assert short_digest(base) == base[:12]
     changed = [
         digest(model="other"),
         of_another_version,

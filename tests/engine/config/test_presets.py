@@ -11,7 +11,7 @@ from jitney.engine.cli import main
 from jitney.engine.config.arguments import Arguments
 from jitney.engine.config.flags import FOR, _add_flags, _add_settings, _Parser
 from jitney.engine.config.layers import _FROM_PRESET, ResolvedConfig, settings
-from jitney.engine.config.presets import GOALS, preset, runs_on_device
+from jitney.engine.config.presets import GOALS, preset
 from jitney.engine.config.schema import EngineSection
 
 SEATS = {"latency": 8, "balanced": 16, "throughput": 32}
@@ -74,9 +74,3 @@ def test_an_unknown_preset_lists_those_there_are(capsys: pytest.CaptureFixture[s
     assert ended.value.code == 2
     complaint = capsys.readouterr().err
     assert all(goal in complaint for goal in GOALS)
-
-
-def test_where_it_runs(monkeypatch: pytest.MonkeyPatch):
-    assert not runs_on_device("cpu") and runs_on_device("cuda") and runs_on_device("tpu")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not runs_on_device("auto")
