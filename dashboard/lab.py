@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from jitney.dashboard.routes import read_body, read_json, to_json
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.core import POLICIES
+from jitney.engine.config import settings
 from jitney.engine.server import HttpError
 
 _EXPERIMENT_FORM = (
@@ -25,7 +25,7 @@ class Experiment(msgspec.Struct, forbid_unknown_fields=True):
     #: Minutes of recent traffic to simulate.
     minutes: float = 5.0
     #: Names of the policies; each is simulated with the same traffic.
-    policies: list[str] = msgspec.field(default_factory=lambda: list(POLICIES))
+    policies: list[str] = msgspec.field(default_factory=lambda: list(settings()["policy"].choices))
     #: Settings of [engine] that differ from the engine's own.
     settings: JsonDict = {}
     #: 2.0 means that requests arrive twice as fast.

@@ -586,6 +586,8 @@ class KernelSet:
     part_seconds: Callable[[], Mapping[str, float]] | None = None
     #: Instructions that the kernels were compiled for, if there are several: "avx512_bf16".
     instructions: str = ""
+    #: True if the kernels were never compared with the reference on a CPU of this kind.
+    untried: bool = False
     #: The set to use instead if a kernel of this one fails the proof and the user did not name it;
     #: None: the reference replaces that kernel only.
     instead: KernelSet | None = None

@@ -106,7 +106,7 @@ def _native() -> KernelSet:
     """
     if jax.default_backend() != "cpu":
         raise KernelError(f"kernels native are for CPUs; jax runs on {jax.default_backend()}")
-    from jitney.kernels.cpu import attention, delta_net, library, norms, products
+    from jitney.kernels.cpu import attention, build, delta_net, library, norms, products
 
     try:
         serving = library.load()
@@ -116,6 +116,7 @@ def _native() -> KernelSet:
         reference(),
         name="native",
         instructions=serving.level,
+        untried=not build.Level.is_measured(serving.level),
         paged_attention=attention.paged_attention,
         attend=attention.attend,
         rotate_and_write=attention.rotate_and_write,

@@ -15,7 +15,7 @@ from jitney.engine.config import Arguments, Command, Config, Flag, FlagGroup
 from jitney.engine.core import load_llm
 
 if TYPE_CHECKING:
-    from jitney.engine.core import Completion
+    pass
 
 #: Sampling parameters for which a model may have defaults.
 _MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
@@ -105,29 +105,23 @@ def run(arguments: Sequence[str]) -> int:
     params = args.sampling(n=args.n, defaults=llm.info.model.sampling_defaults)
     outputs = llm.generate(prompts, params, adapter=args.adapter)
     llm.close()
-    show = _show_json if args.json else _show_text
     for prompt, output in zip(prompts, outputs, strict=True):
         for sequence in output.outputs:
-            show(prompt, sequence)
+            shown = sequence.text
+            if args.json:
+                line = {
+                    "prompt": prompt,
+                    "index": sequence.index,
+                    "text": sequence.text,
+                    "finish_reason": sequence.finish_reason,
+                    "tokens": len(sequence.token_ids),
+                }
+                shown = json.dumps(line, ensure_ascii=False)
+            print(visible_on_terminal(shown))
     for output in outputs:
         if output.error is not None:
             raise RequestError.from_info(output.error)
     return 0
-
-
-def _show_text(prompt: str, sequence: Completion) -> None:
-    print(visible_on_terminal(sequence.text))
-
-
-def _show_json(prompt: str, sequence: Completion) -> None:
-    line = {
-        "prompt": prompt,
-        "index": sequence.index,
-        "text": sequence.text,
-        "finish_reason": sequence.finish_reason,
-        "tokens": len(sequence.token_ids),
-    }
-    print(visible_on_terminal(json.dumps(line, ensure_ascii=False)))
 
 
 def _check(params: SamplingParams) -> None:

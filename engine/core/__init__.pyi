@@ -15,7 +15,6 @@ from .grammar.setup import CheckedGrammar as CheckedGrammar
 from .grammar.terms import Terms as Terms
 from .jax_start import devices_of as devices_of
 from .llm import LLM as LLM
-from .llm import Completion as Completion
 from .llm import load_llm as load_llm
 from .measuring.engine_shape import EngineShape as EngineShape
 from .measuring.made_up_steps import MadeUpStep as MadeUpStep
@@ -33,7 +32,6 @@ from .scheduler.buckets import Bucket as Bucket
 from .scheduler.buckets import Buckets as Buckets
 from .scheduler.buckets import powers_of_two as powers_of_two
 from .scheduler.plan import StepWork as StepWork
-from .scheduler.policies import POLICIES as POLICIES
 from .setup import start_device as start_device
 from .text.chat_templates import ChatTemplates as ChatTemplates
 from .text.chat_templates import RenderedTooLong as RenderedTooLong
@@ -41,7 +39,6 @@ from .text.detokenizer import TextDelta as TextDelta
 from .text.detokenizer import TextStream as TextStream
 from .text.detokenizer import TokenBytes as TokenBytes
 from .text.fill_in import FillIn as FillIn
-from .text.fill_in import OtherFile as OtherFile
 from .text.tokenizer import Tokenizer as Tokenizer
 from .weights.checkpoints.files import read_json as read_json
 from .weights.checkpoints.hf_config import read_hf_config as read_hf_config

@@ -186,7 +186,7 @@ class Fleet(ServerContext):
             self._keepers.put((request.tenant, id), _AnswerKeeper(request.model, replica))
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def generating(self, context: Context) -> Iterator[None]:
         """Count one open request. Raises RequestError while the fleet drains."""
         if self.draining:
             raise RequestError("the fleet is shutting down", code="draining")

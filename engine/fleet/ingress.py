@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,7 +21,6 @@ from jitney.engine.fleet.rollout.rollout_routes import ROLLOUT_ROUTES
 from jitney.engine.server import (
     ApiKeys,
     Context,
-    Endpoint,
     HttpError,
     HttpRoute,
     ResponseModel,
@@ -32,7 +30,6 @@ from jitney.engine.server import (
     application,
     front_routes,
     json_answer,
-    until_disconnect,
     without_tag,
 )
 
@@ -164,23 +161,6 @@ async def _to_keeper(fleet: Fleet, request: Request) -> ASGIApp:
     return _Sending(fleet, replace(proxied, model=keeper.model, keeper=keeper.replica))
 
 
-@dataclass(frozen=True, slots=True)
-class _Passing(Endpoint[Fleet]):
-    """Wraps every proxied route: a drain waits for it, and a client's disconnect cancels it."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context, fleet = Context.of(scope), self.service
-        request = Request(scope, receive)
-        try:
-            await request.body()  # after this, `receive` waits for the client's disconnect
-            with fleet.answering():
-                context.left = await until_disconnect(receive, self._answer(request, send))
-        except ClientDisconnect:
-            context.left = True
-        if context.left:
-            fleet.metrics.disconnects.inc()
-
-
 async def _list_replicas(fleet: Fleet, request: Request) -> Response:
     shown = {name: [each.shown() for each in replicas] for name, replicas in fleet.replicas.items()}
     return json_answer(ReplicaList(shown))
@@ -221,12 +201,7 @@ def create_ingress(
     """
     fleet.settings = settings
     app = application(
-        fleet, settings, _FLEET_ROUTES, partial(_endpoint_of, fleet), extra_routes, keys
+        fleet, settings, _FLEET_ROUTES, lambda route: route.path in _PASSED, extra_routes, keys
     )
     app.state.fleet = fleet
     return app
-
-
-def _endpoint_of(fleet: Fleet, route: HttpRoute) -> Endpoint[Fleet]:
-    kind = _Passing if route.path in _PASSED else Endpoint
-    return kind(fleet, route.handler)

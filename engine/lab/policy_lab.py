@@ -28,13 +28,13 @@ from jitney.engine.common.request_record import RequestRecord, Stay
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.slices import TimeSlices
 from jitney.engine.common.trace import Arrival
-from jitney.engine.config import EngineSection
-from jitney.engine.core import POLICIES
+from jitney.engine.config import EngineSection, settings
 from jitney.engine.server import EngineClient, HttpError
 
 if TYPE_CHECKING:
     from jitney.engine.lab.simulation.replay import BucketsJob, RecordedEngine, ReplayJob
 
+_POLICIES = settings()["policy"].choices
 #: Timeout of an experiment with all its policies, seconds.
 _LIMIT_S = 120.0
 #: Returns [engine] of a server's configuration, whose sizes are known once the engine starts.
@@ -115,7 +115,7 @@ class Lab:
         first = min((request.arrival for request in requests), default=now)
         return {
             **self._newest,
-            "policies": list(POLICIES),
+            "policies": list(_POLICIES),
             "settings": self._current_settings(),
             "arrivals": len(requests),
             "minutes": round((now - first) / 60, 2),
@@ -350,8 +350,8 @@ def _check(experiment: Experiment, settings: EngineSection) -> None:
             param="price_per_hour",
         )
     names = experiment.policies
-    if not names or len(set(names) & set(POLICIES)) < len(names):
-        known = ", ".join(POLICIES)
+    if not names or len(set(names) & set(_POLICIES)) < len(names):
+        known = ", ".join(_POLICIES)
         raise RequestError(f"policies must name some of: {known}, each once", param="policies")
     changes = experiment.settings
     for name in changes:

@@ -1,5 +1,4 @@
 from .app import create_app as create_app
-from .chat.endpoints import Endpoint as Endpoint
 from .chat.ollama.models import without_tag as without_tag
 from .chat.openai.schema import ChatBody as ChatBody
 from .chat.openai.schema import CompletionBody as CompletionBody

@@ -40,13 +40,6 @@ class _Vocabulary(Protocol):
     def bos_id(self) -> int | None: ...
 
 
-class OtherFile(NamedTuple):
-    """Another file, given as context."""
-
-    name: str
-    text: str
-
-
 class FillIn(NamedTuple):
     """The fill-in-the-middle tokens of a vocabulary."""
 
@@ -75,9 +68,11 @@ class FillIn(NamedTuple):
         vocabulary: _Vocabulary,
         before: str,
         after: str,
-        others: Sequence[OtherFile] = (),
+        others: Sequence[tuple[str, str]] = (),
     ) -> list[int]:
-        """The prompt for the text between `before` and `after`. Raises RequestError."""
+        """The prompt for the text between `before` and `after`. others: (name, text) of other
+        files, given as context. Raises RequestError.
+        """
 
         def encode(text: str) -> list[int]:
             return vocabulary.encode(text, add_special_tokens=False)
@@ -87,11 +82,11 @@ class FillIn(NamedTuple):
         if self.marks is not None and others:
             repository, file = self.marks
             ids += [repository, *encode("repository\n")]
-            for other in others:
-                ids += [file, *encode(f"{other.name}\n{other.text}\n")]
+            for name, text in others:
+                ids += [file, *encode(f"{name}\n{text}\n")]
             ids += [file, *encode("file\n")]
         elif others:
-            ids += encode("\n\n".join([other.text for other in others]) + "\n\n")
+            ids += encode("\n\n".join([text for _, text in others]) + "\n\n")
         ids += [self.prefix, *encode(before), self.suffix, *encode(after), self.middle]
         return ids
 

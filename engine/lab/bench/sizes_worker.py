@@ -36,7 +36,6 @@ from jitney.engine.lab.bench.sizes import (
     TimingLine,
     TimingOrder,
 )
-from jitney.kernels.cpu.build import Level
 
 #: KV positions of each decoding sequence, if the pool is large enough.
 _CONTEXT = 384
@@ -90,6 +89,7 @@ def _measure(llm: LLM, order: TimingOrder, say: _Say) -> SizeTimes:
     which is sent, too.
     """
     scheduler = llm.core.scheduler
+    runner: Any = llm.core.runner
     pool, buckets = scheduler.pool, scheduler.buckets
     longest = min(llm.info.model.context_length, pool.capacity * pool.page_size) - 1
     decode = list(_decode_cases(llm, longest))
@@ -104,8 +104,8 @@ def _measure(llm: LLM, order: TimingOrder, say: _Say) -> SizeTimes:
         threads=len(own_processors()),
         decode=tuple(timer.timed("decode", decode)),
         prompts=tuple(timer.timed("prompts", prompts)),
-        rows_choose=_rows_choose(llm.core.runner),
-        untried=_untried(llm.core.runner),
+        rows_choose=_rows_choose(runner),
+        untried=runner.programs.step.kernels.untried,
     )
 
 
@@ -126,11 +126,6 @@ def _rows_choose(runner: Any) -> bool:
         return False
     linears = runner.programs.step.model(runner.leaves).linears()
     return any(one.packed.scheme == "plain" and one.kernel.ndim == 2 for one in linears)
-
-
-def _untried(runner: Any) -> bool:
-    kernels = runner.programs.step.kernels
-    return kernels.name == "native" and not Level.is_measured(kernels.instructions)
 
 
 def _prompt_chunks(bucket: Bucket, each: int, most: int) -> tuple[tuple[int, int], ...]:

@@ -1,5 +1,5 @@
 """Handling of generation requests: read the body, run the request, send the answer whole or as a
-stream. The route's endpoint (`engine.server.app`) cancels it when the client leaves.
+stream. The route's endpoint (`engine.server.http.endpoint`) cancels it when the client leaves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from jitney.engine.server.chat.generation import Generation
 from jitney.engine.server.chat.generation_request import GenerationRequest
 from jitney.engine.server.chat.schema import ModelBody
 from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.routing import Handler
 from jitney.engine.server.http.service import Service
 from jitney.engine.server.http.streaming import StreamingResponse, StreamingWriter
 
@@ -121,18 +120,3 @@ def _add(format: Format, deltas: Deltas) -> bool:
     for choice, delta in deltas:
         format.add(choice, delta)
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint[S]:
-    """A handler as an ASGI application. service: the first argument of the handlers."""
-
-    service: S
-    handler: Handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(Request(scope, receive), send)
-
-    async def _answer(self, request: Request, send: Send) -> None:
-        answer = await self.handler(self.service, request)
-        await answer(request.scope, request.receive, send)

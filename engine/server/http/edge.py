@@ -20,6 +20,7 @@ from jitney.engine.server.http.access import AccessControl, ApiKeys, Identity, c
 from jitney.engine.server.http.background import BackgroundRequests
 from jitney.engine.server.http.context import Context
 from jitney.engine.server.http.cross_site import cors, refuse_other_sites
+from jitney.engine.server.http.endpoint import Endpoint, GenerationEndpoint
 from jitney.engine.server.http.errors import ErrorReply, HttpError, echo
 from jitney.engine.server.http.middleware import (
     BodyLimit,
@@ -42,13 +43,14 @@ def application(
     server: ServerContext,
     settings: ServerSettings,
     routes: Sequence[HttpRoute],
-    endpoint: Callable[[HttpRoute], ASGIApp],
+    generates: Callable[[HttpRoute], bool],
     extra_routes: Sequence[BaseRoute] = (),
     keys: ApiKeys | None = None,
     at_end: Callable[[], None] = lambda: None,
 ) -> Starlette:
     """The application of an engine or a fleet: the routes behind the middleware, with their OpenAPI
-    document, and with batches and jobs over them. endpoint: makes the application of one route.
+    document, and with batches and jobs over them. generates: whether
+    a drain waits for the requests of a route, which end when their client leaves.
     extra_routes have the same keys and limits; lifespans of mounted applications are run. keys:
     None: those of the settings. at_end: called at its end.
     """
@@ -66,7 +68,10 @@ def application(
             yield
         at_end()
 
-    own = [Route(route.path, endpoint(route), methods=[route.method]) for route in routes]
+    own: list[Route] = []
+    for route in routes:
+        kind = GenerationEndpoint if generates(route) else Endpoint
+        own.append(Route(route.path, kind(server, route.handler), methods=[route.method]))
     app = Starlette(
         routes=[*own, *extra_routes],
         middleware=_edge(server, settings, table, keys or ApiKeys(settings)),

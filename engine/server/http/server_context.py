@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import Counter
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from jitney.engine.common.engine_info import EngineInfo
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.slices import TimeSlices
-from jitney.engine.server.http.errors import ErrorReply
+from jitney.engine.server.http.errors import ErrorReply, HttpError
 from jitney.engine.server.http.jsonio import read_object
 from jitney.engine.server.http.open_requests import OpenRequests
 
@@ -31,6 +31,11 @@ class _Metrics(Protocol):
     @property
     def requests(self) -> Counter:
         """Counter of requests by route template and status class."""
+        ...
+
+    @property
+    def disconnects(self) -> Counter:
+        """Counter of clients that left before their answer's end."""
         ...
 
     def render(self) -> bytes: ...
@@ -132,6 +137,17 @@ class ServerContext:
     def unstarted(self) -> RequestError | None:
         """The reason why not all models have been ready yet, or None."""
         raise NotImplementedError
+
+    def generating(self, context: Context) -> AbstractContextManager[None]:
+        """Context of one open request, for `drained`. Raises RequestError if it is refused."""
+        raise NotImplementedError
+
+    async def until_drain(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run background work, which a drain may end. Raises RequestError `draining`."""
+        await work
+
+    def rejected(self, error: RequestError | HttpError) -> None:
+        """Called when a request that generates is refused or fails."""
 
     def answered(self, context: Context, reply: ErrorReply | None) -> None:
         """Called when a request has ended. reply: the error, if one was raised."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine
-from contextlib import AbstractContextManager
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
@@ -160,10 +160,11 @@ class Service(ServerContext):
         for listener in filter(None, (self._recorder, self.tracing)):
             listener.close()
 
-    def generating(self, context: Context) -> AbstractContextManager[None]:
-        """Context that counts one open generation request, for `drained`. Raises RequestError
-        queue_full before the body is read if seats and queue are full, or if the engine admits
-        nothing: reading a body that will be refused takes time from other requests.
+    @contextmanager
+    def generating(self, context: Context) -> Iterator[None]:
+        """See `ServerContext`. Raises RequestError queue_full before the body is read if seats and
+        queue are full, or if the engine admits nothing: reading a body that will be refused takes
+        time from other requests.
         """
         info = self.client.info
         if info is not None and not context.background:
@@ -175,7 +176,13 @@ class Service(ServerContext):
                     code="queue_full",
                     retry_after=wait,
                 )
-        return self._open.one(context.tenant)
+        with self._open.one(context.tenant), self.quotas.open(context.tenant):
+            yield
+
+    def rejected(self, error: RequestError | HttpError) -> None:
+        """See `ServerContext`: count it by its code."""
+        code = error.info.code if isinstance(error, RequestError) else error.code
+        self.metrics.rejected.labels(code or "invalid_request").inc()
 
     def _retry_in(self, most: int) -> float:
         """Retry time of an unread request in seconds: requests return at the rate the queue

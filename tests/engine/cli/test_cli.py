@@ -13,6 +13,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -460,10 +461,9 @@ def test_a_page_of_no_address_is_refused(word: str, capsys: pytest.CaptureFixtur
 def test_foreign_text_is_shown_and_not_obeyed(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from jitney.engine.cli.generate import _show_json, _show_text
     from jitney.engine.common.reports.page import Table
     from jitney.engine.common.terminal import VisibleFormatter, say
-    from jitney.engine.core import Completion
+    from jitney.engine.core.llm import Completion
 
     def shown() -> str:
         out, err = capsys.readouterr()
@@ -477,8 +477,15 @@ def test_foreign_text_is_shown_and_not_obeyed(
     assert main(["top", f"http://{text}"]) != 0
     unreachable = shown()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for show in (_show_text, _show_json):
-        show("", Completion(0, text))
+    answers = [SimpleNamespace(outputs=[Completion(0, text)], error=None)]
+    llm = SimpleNamespace(
+        info=SimpleNamespace(model=SimpleNamespace(sampling_defaults={})),
+        generate=lambda *words, **options: answers,
+        close=lambda: None,
+    )
+    monkeypatch.setattr("jitney.engine.cli.generate.load_llm", lambda config: llm)
+    for flags in ([], ["--json"]):
+        assert main(["generate", "--prompt", "x", *flags]) == 0
     generated = shown()
     logged = VisibleFormatter().format(logging.makeLogRecord({"msg": text}))
     for printed in (escaped, table, unreachable, generated, logged):

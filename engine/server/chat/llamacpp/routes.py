@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from jitney.engine.common.errors import RequestError
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.common.slices import Pieces
-from jitney.engine.core import OtherFile, TokenBytes
+from jitney.engine.core import TokenBytes
 from jitney.engine.server.chat.choices import Choice, ChoiceDelta
 from jitney.engine.server.chat.endpoints import (
     GenerationAnswer,
@@ -159,7 +159,7 @@ async def _infill_request(
     extra = body.input_extra or []
     texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(e.text for e in extra)]
     service.text.check_chars(sum(map(len, texts)), _INFILL.prompt_field)
-    others = [OtherFile(each.filename or "file", each.text) for each in extra]
+    others = [(each.filename or "file", each.text) for each in extra]
     before = body.input_prefix + (body.prompt or "")
     most = body.max_tokens if body.n_predict in (None, -1) else body.n_predict
     builder = RequestBuilder(service, body, context)

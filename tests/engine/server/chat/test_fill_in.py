@@ -9,7 +9,7 @@ from api_fakes import EOS, ByteTokenizer, FakeClient, Script, call, make_app, ru
 from tokenizers import AddedToken
 
 from jitney.engine.core.text.fast_tokenizers import _tiny_fast
-from jitney.engine.core.text.fill_in import FillIn, OtherFile
+from jitney.engine.core.text.fill_in import FillIn
 from jitney.engine.core.text.tokenizer import Tokenizer
 
 PREFIX, SUFFIX, MIDDLE, END = 250, 251, 252, 253
@@ -58,7 +58,7 @@ def test_a_vocabulary_says_how_its_model_is_asked(names):
 
 def test_other_files_stand_before_it_marked_where_the_model_knows_marks():
     names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    others = [OtherFile("a.py", "x = 1"), OtherFile("b.py", "y = 2")]
+    others = [("a.py", "x = 1"), ("b.py", "y = 2")]
     plain = tokenizer_with(*names)
     assert plain.fill_in is not None
     text = plain.decode(plain.fill_in.prompt(plain, "p", "s", others), skip_special_tokens=False)

@@ -69,7 +69,7 @@ def test_few_are_read_while_the_engine_takes_no_newcomers(
         for _ in range(read):
             reading.enter_context(server.generating(Context("r")))
         with pytest.raises(RequestError, match="retry in"):
-            server.generating(Context("r"))
+            reading.enter_context(server.generating(Context("r")))
         reading.enter_context(server.generating(Context("r", background=True)))
 
 
@@ -86,8 +86,8 @@ def test_those_that_are_not_read_are_told_to_return_one_behind_the_other(
     server.quotas.clock = lambda: 100.0
 
     def told() -> float:
-        with pytest.raises(RequestError) as refused:
-            server.generating(Context("r"))
+        with pytest.raises(RequestError) as refused, server.generating(Context("r")):
+            pass
         return refused.value.info.retry_after or 0.0
 
     with ExitStack() as reading:
