@@ -42,21 +42,19 @@ def program(made: Linear, rows: int, *, halves: bool) -> tuple[np.ndarray, int]:
     return np.asarray(jax.jit(step)(state, x)), sums
 
 
-@pytest.mark.parametrize("scheme", ["plain", "int8", "fp8"])
-def test_halves_are_the_whole(scheme: str):
-    made = layer(512, scheme)
-    whole, one = program(made, 256, halves=False)
-    halves, two = program(made, 256, halves=True)
-    assert (one, two) == (1, 2)
-    assert (whole == halves).all()
-
-
 @pytest.mark.parametrize(
-    "outputs,scheme,rows", [(512, "plain", 255), (384, "plain", 256), (512, "int4", 256)]
+    ("outputs", "scheme", "rows", "sums"),
+    [
+        *((512, scheme, 256, 2) for scheme in ("plain", "int8", "fp8")),
+        # Few rows, odd halves and int4 stay whole.
+        (512, "plain", 255, 1),
+        (384, "plain", 256, 1),
+        (512, "int4", 256, 1),
+    ],
 )
-def test_few_rows_odd_halves_and_int4_stay_whole(outputs: int, scheme: str, rows: int):
+def test_halves_are_the_whole(outputs: int, scheme: str, rows: int, sums: int):
     made = layer(outputs, scheme)
-    whole, _ = program(made, rows, halves=False)
-    halves, sums = program(made, rows, halves=True)
-    assert sums == 1
+    whole, one = program(made, rows, halves=False)
+    halves, found = program(made, rows, halves=True)
+    assert (one, found) == (1, sums)
     assert (whole == halves).all()

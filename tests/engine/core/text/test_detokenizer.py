@@ -180,13 +180,6 @@ def test_stop_strings_are_not_searched_before_min_tokens():
     assert stream.push([2]).stopped
 
 
-def test_held_text_is_flushed_at_the_end():
-    tokenizer = PieceTokenizer([b"wait EN"])
-    stream = TextStream(tokenizer, SamplingParams(stop=("END",)))
-    assert stream.push([0]).text == "wait "
-    assert stream.push([], final=True).text == "EN"
-
-
 def test_our_own_tokenizer_streams_what_it_decodes():
     tokenizer = Tokenizer.load(ModelSource.resolve("tiny-random"))
     ids = [*tokenizer.encode("naïve 👩‍👩‍👧 数学"), *tokenizer.special_ids, 0xE9, 65]
