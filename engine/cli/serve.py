@@ -29,7 +29,6 @@ from jitney.engine.config import (
     FlagGroup,
     ResolvedConfig,
     ServerSection,
-    values,
 )
 from jitney.engine.core import placed
 from jitney.engine.lab import ServerSizes
@@ -110,13 +109,18 @@ def _reread(
     """Read the settings again from file, environment and flags. Raises ConfigError."""
     for catch_up in before_rereading:
         catch_up()
-    before, fresh = at_start.config, args.load_layers().config
-    if before.engine.data_parallel > 1:  # adapters cannot change, but changed files are named
-        live, adapters = (), before
-    else:
-        live, adapters = ("adapters",), fresh
-    take = partial(take_adapters, adapters)
-    return FreshSettings.of(fresh.server, values(before), values(fresh), *live, take_adapters=take)
+    fresh = args.load_layers()
+    live, adapters = ("adapters",), fresh.config
+    if at_start.config.engine.data_parallel > 1:
+        # Adapters cannot change, but changed files are named.
+        live, adapters = (), at_start.config
+    return FreshSettings.of(
+        fresh.config.server,
+        at_start.values,
+        fresh.values,
+        *live,
+        take_adapters=partial(take_adapters, adapters),
+    )
 
 
 def _say_all(lines: Iterable[str]) -> None:
@@ -236,7 +240,7 @@ class _Server:
         service = self.app.state.service
         before: ResolvedConfig = service.resolved
         new = live | {"adapters": self.client.config.model.adapters}
-        old = values(before.config)
+        old = before.values
         changed = {name: value for name, value in new.items() if value != old[name]}
         service.resolved = before.with_values(changed, _REREAD)
 

@@ -7,7 +7,7 @@ unless the reader typed them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -114,6 +114,15 @@ CODES: dict[str, tuple[int, float | None]] = {
 def status_of(code: str) -> int:
     """The HTTP status of a request's error, by its code."""
     return CODES.get(code, CODES["internal_error"])[0]
+
+
+def retry_after_s(headers: Mapping[str, str], default: float) -> float:
+    """Seconds after which a refusal may be retried. headers: lower case; default: none given."""
+    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        value = headers.get(name, "")
+        if value.isascii() and value.isdigit():
+            return int(value) * unit
+    return default
 
 
 class RequestError(JitneyError):

@@ -8,7 +8,6 @@ from .flags import Flag as Flag
 from .flags import FlagGroup as FlagGroup
 from .layers import ResolvedConfig as ResolvedConfig
 from .layers import settings as settings
-from .layers import values as values
 from .presets import SIZES as SIZES
 from .schema import AUTO as AUTO
 from .schema import Config as Config

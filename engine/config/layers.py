@@ -182,7 +182,12 @@ class ResolvedConfig:
     def preset_flags(self) -> list[str]:
         """The settings that a preset filled in, as flags with their values."""
         names = [name for name, origin in self.origins.items() if origin == _FROM_PRESET]
-        return [f"{settings()[name].flag} {values(self.config)[name]}" for name in names]
+        return [f"{settings()[name].flag} {self.values[name]}" for name in names]
+
+    @property
+    def values(self) -> dict[str, object]:
+        """All settings by flat name."""
+        return values(self.config)
 
     def with_values(self, values: Mapping[str, object], where: str) -> ResolvedConfig:
         """Add values by flat name; where: their origin. Raises ConfigError."""

@@ -21,11 +21,11 @@ from typing import Protocol
 import httpx
 import orjson
 
-from jitney.engine.common.errors import RequestError
+from jitney.engine.common.errors import RequestError, retry_after_s
 from jitney.engine.fleet.replicas import EngineShare, Replica
 from jitney.engine.fleet.request import ProxiedRequest, RawHeaders
 from jitney.engine.fleet.resume import ReplicaLost, ResumeMismatch, StreamState
-from jitney.engine.server import ErrorReply, retry_after_s
+from jitney.engine.server import ErrorReply
 
 #: HTTP statuses of a replica that cannot take a request now; and error codes of refusals for the
 #: client's own limits, after which no other replica is tried.

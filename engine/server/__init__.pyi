@@ -14,7 +14,6 @@ from .http.disconnect import until_disconnect as until_disconnect
 from .http.edge import application as application
 from .http.errors import ErrorReply as ErrorReply
 from .http.errors import HttpError as HttpError
-from .http.errors import retry_after_s as retry_after_s
 from .http.http_server import HttpServer as HttpServer
 from .http.jsonio import in_runs as in_runs
 from .http.jsonio import json_answer as json_answer

@@ -14,27 +14,9 @@ import httpx
 import pytest
 from page_browser import holds_text, says, show, state
 from places import SUPPORT
+from server_settings import SMALL_ENGINE
 
 from jitney.engine.common.ports import free_port
-
-FLAGS = (
-    "tiny-random",
-    "--platform",
-    "cpu",
-    "--kernels",
-    "reference",
-    "--max-seats",
-    "4",
-    "--token-budget",
-    "64",
-    "--seat-buckets",
-    "4",
-    "--token-buckets",
-    "64",
-    "--pages",
-    "256",
-)
-
 
 #: `jitney` with an engine that takes its time.
 CODE = """
@@ -56,7 +38,7 @@ def served_url(tmp_path, hurried_processes: None) -> Iterator[str]:
     environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), environ.get("PYTHONPATH", "")])
     own = ("--port", str(port), "--data-dir", str(tmp_path))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", CODE, "serve", *FLAGS, *own],
+        [sys.executable, "-P", "-c", CODE, "serve", *SMALL_ENGINE, "--kernels", "reference", *own],
         env=environ,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

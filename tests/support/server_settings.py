@@ -8,6 +8,13 @@ from typing import Any
 from jitney.engine.config.schema import ServerSection
 from jitney.engine.server.http.settings import ServerSettings
 
+#: Flags of `jitney serve` for a small engine that starts fast.
+SMALL_ENGINE = (
+    *("tiny-random", "--platform", "cpu"),
+    *("--max-seats", "4", "--seat-buckets", "4"),
+    *("--token-budget", "64", "--token-buckets", "64"),
+    *("--pages", "256"),
+)
 _OWN = {field.name for field in fields(ServerSettings)} - {"server"}
 
 

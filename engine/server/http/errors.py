@@ -274,15 +274,6 @@ def _retry_headers(pause_s: float) -> dict[str, str]:
     }
 
 
-def retry_after_s(headers: Mapping[str, str], default: float) -> float:
-    """Seconds after which a refusal may be retried. headers: lower case; default: none given."""
-    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        value = headers.get(name, "")
-        if value.isascii() and value.isdigit():
-            return int(value) * unit
-    return default
-
-
 def _router_reply(error: HTTPException, request_id: str) -> ErrorReply:
     """The router's error; allowed methods are sorted, as the router's order varies between runs."""
     message, code = _ROUTER.get(error.status_code, (error.detail, None))

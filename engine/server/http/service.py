@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from jitney.engine.common.engine_info import EngineInfo
-from jitney.engine.common.errors import RequestError
+from jitney.engine.common.errors import RequestError, retry_after_s
 from jitney.engine.common.tasks import until
 from jitney.engine.config import ConfigReport
 from jitney.engine.server.chat.model_text import ModelText, ModelTurns
 from jitney.engine.server.chat.responses.store import ResponseStore
-from jitney.engine.server.http.errors import ErrorReply, HttpError, retry_after_s
+from jitney.engine.server.http.errors import ErrorReply, HttpError
 from jitney.engine.server.http.metrics import ServerMetrics
 from jitney.engine.server.http.model_cards import ModelCard
 from jitney.engine.server.http.quotas import Quotas, RetryTimes

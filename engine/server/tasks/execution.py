@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope
 
-from jitney.engine.common.errors import RequestError
+from jitney.engine.common.errors import RequestError, retry_after_s
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server.http.access import Identity
 from jitney.engine.server.http.context import Context
-from jitney.engine.server.http.errors import ErrorForm, ErrorReply, HttpError, echo, retry_after_s
+from jitney.engine.server.http.errors import ErrorForm, ErrorReply, HttpError, echo
 from jitney.engine.server.http.routing import HttpRoute, Role, RouteTable
 from jitney.engine.server.http.server_context import ServerContext
 from jitney.engine.server.tasks.lines import LineRequest

@@ -29,27 +29,13 @@ from adapter_files import write_adapter
 from api_fakes import http_client
 from engine_infos import engine_info
 from places import SUPPORT
+from server_settings import SMALL_ENGINE
 
 from jitney.engine.cli.serve import _curl_line
 from jitney.engine.common.ports import free_port
 from jitney.engine.config.schema import Config, ServerSection
 from jitney.engine.core.weights.checkpoints.sources import ModelSource
 
-FLAGS = (
-    "tiny-random",
-    "--platform",
-    "cpu",
-    "--max-seats",
-    "4",
-    "--token-budget",
-    "64",
-    "--seat-buckets",
-    "4",
-    "--token-buckets",
-    "64",
-    "--pages",
-    "256",
-)
 #: A stream may be silent for so long on a machine with other things to do.
 SILENCE_S = 180.0
 BODY: dict[str, Any] = {
@@ -90,7 +76,7 @@ class Serving:
             "-c",
             code,
             "serve",
-            *FLAGS,
+            *SMALL_ENGINE,
             "--port",
             str(self.port),
             *flags,
@@ -405,6 +391,17 @@ def test_a_core_that_dies_in_a_drain_is_replaced_and_answers_end_as_in_peace(cac
         assert any("killed by SIGKILL" in line for line in serving.err)
 
 
+@contextlib.contextmanager
+def long_stream(serving: Serving) -> Iterator[Iterator[str]]:
+    """The lines of a stream of many tokens, after the first one."""
+    body = BODY | {"max_tokens": 460, "stream": True}
+    url = serving.url + "/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        lines = answer.iter_lines()  # kept: letting go of it would end the request
+        next(lines)
+        yield lines
+
+
 #: Bodies that are refused, and one that is too large to be read.
 BAD_BODIES = (b"", b"{", b"[" * 100_000, b'{"n": -1}', b"\xff", b"x" * (9 << 20))
 
@@ -427,13 +424,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(cache: Path):
                     time.sleep(0.05)
             return statuses
 
-        body = BODY | {"max_tokens": 460, "stream": True}
-        with (
-            ThreadPoolExecutor(len(BAD_BODIES)) as pool,
-            httpx.stream("POST", serving.url + "/v1/completions", json=body, timeout=60) as answer,
-        ):
-            lines = answer.iter_lines()
-            next(lines)
+        with ThreadPoolExecutor(len(BAD_BODIES)) as pool, long_stream(serving) as lines:
             asking = [pool.submit(keep_asking, body) for body in BAD_BODIES]
             for _ in range(2 * len(BAD_BODIES)):
                 assert sent.acquire(timeout=60)
@@ -451,14 +442,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(cache: Path):
 def test_a_drain_that_takes_too_long_ends_requests_with_an_error(cache: Path):
     with serving_letters(cache, "--drain-s", "0.1") as serving:
         serving.ready()
-        with httpx.stream(
-            "POST",
-            serving.url + "/v1/completions",
-            json=BODY | {"max_tokens": 460, "stream": True},
-            timeout=60,
-        ) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+        with long_stream(serving) as lines:
             os.kill(serving.core(), signal.SIGSTOP)  # a step that does not end
             serving.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
@@ -548,14 +532,7 @@ def test_adapters_come_and_go_with_the_configuration(cache: Path, tmp_path: Path
 def test_a_second_signal_ends_it_at_once(cache: Path):
     with serving_letters(cache) as serving:
         serving.ready()
-        with httpx.stream(
-            "POST",
-            serving.url + "/v1/completions",
-            json=BODY | {"max_tokens": 460, "stream": True},
-            timeout=60,
-        ) as answer:
-            lines = answer.iter_lines()  # kept: letting go of it would end the request
-            next(lines)
+        with long_stream(serving):
             os.kill(serving.core(), signal.SIGSTOP)
             serving.process.send_signal(signal.SIGINT)
             serving.wait_for(lambda: serving.status("/readyz") == 503)

@@ -544,29 +544,27 @@ def test_an_engine_over_two_hosts_says_what_one_alone_does(tmp_path: Path):
         assert texts[0] == texts[1]
 
 
-def test_hosts_are_placed_by_what_they_get(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            _HOSTS.replace("cpus = 0.1", "cpus = 0"),
+            r"\[models.m\] ray: hosts are placed by .* give cpus",
+        ),
+        *(
+            (
+                _CANDIDATE.replace(f"[{table}]", f'[{table}]\ndevices = ["0"]'),
+                rf"\[{table}\] devices: Ray gives",
+            )
+            for table in ("models.m", "models.m.candidate")
+        ),
+        (_FLEET.replace("[fleet]", "[fleet]\nport = 0"), r"\[fleet\] port: .* give a number"),
+    ],
+)
+def test_what_ray_cannot_do_is_refused(tmp_path: Path, text: str, reason: str):
     from jitney.engine.fleet.launchers.ray_app import build_application
 
     file = tmp_path / "fleet.toml"
-    file.write_text(_HOSTS.replace("cpus = 0.1", "cpus = 0"))
-    with pytest.raises(ConfigError, match=r"\[models.m\] ray: hosts are placed by .* give cpus"):
-        build_application(FleetConfig.read(file), ServerSettings())
-
-
-@pytest.mark.parametrize("table", ["models.m", "models.m.candidate"])
-def test_devices_are_rays_to_give(tmp_path: Path, table: str):
-    from jitney.engine.fleet.launchers.ray_app import build_application
-
-    file = tmp_path / "fleet.toml"
-    file.write_text(_CANDIDATE.replace(f"[{table}]", f'[{table}]\ndevices = ["0"]'))
-    with pytest.raises(ConfigError, match=rf"\[{table}\] devices: Ray gives"):
-        build_application(FleetConfig.read(file), ServerSettings())
-
-
-def test_any_free_port_is_refused(tmp_path: Path):
-    from jitney.engine.fleet.launchers.ray_app import build_application
-
-    file = tmp_path / "fleet.toml"
-    file.write_text(_FLEET.replace("[fleet]", "[fleet]\nport = 0"))
-    with pytest.raises(ConfigError, match=r"\[fleet\] port: .* give a number"):
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
         build_application(FleetConfig.read(file), ServerSettings())

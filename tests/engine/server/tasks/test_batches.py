@@ -21,8 +21,8 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion
 from webhook_receiver import dripping, receiving
 
+from jitney.engine.common.errors import retry_after_s
 from jitney.engine.common.key_file import digest_key
-from jitney.engine.server.http.errors import retry_after_s
 from jitney.engine.server.http.routes import ROUTES
 from jitney.engine.server.http.routing import RouteTable
 from jitney.engine.server.tasks import batch_rows, webhooks
