@@ -30,7 +30,7 @@ from jitney.dashboard.page_files import accepts_gzip, zipped
 from jitney.dashboard.programs import programs
 from jitney.dashboard.pulse import Pulses
 from jitney.dashboard.report import ReportData
-from jitney.dashboard.routes import PageRoutes, to_json
+from jitney.dashboard.routes import PageRoutes
 from jitney.dashboard.snapshot import PageCells, core_seat_lists
 from jitney.dashboard.tenants import tenants
 from jitney.dashboard.timeline import Window, Work, own_columns, record_columns, stay_columns
@@ -53,6 +53,7 @@ from jitney.engine.server import (
     Service,
     StreamingResponse,
     in_runs,
+    json_answer,
 )
 
 #: Most long answers that are built at the same time.
@@ -188,7 +189,7 @@ class Dashboard(PageRoutes):
 
     async def engines(self, request: Request) -> Response:
         """The engines that this page can show: one, at its own path."""
-        return to_json(self._engines())
+        return json_answer(self._engines())
 
     def _engines(self) -> JsonDict:
         info, state = self.client.info, self.client.state
@@ -204,7 +205,7 @@ class Dashboard(PageRoutes):
         pages = PageCells.of(seat_map).shown() if seat_map.page_states else None
         view = View(self.client.history, Identity.of(request.scope))
         seats = core_seat_lists([view.seat(seat) for seat in seat_map.seats])
-        return to_json({"t": time.monotonic(), "seats": seats, "pages": pages})
+        return json_answer({"t": time.monotonic(), "seats": seats, "pages": pages})
 
     async def step_records(self, request: Request) -> StreamingResponse:
         """Step records after step `from` up to step `to` (default: all that are kept), at most
@@ -235,7 +236,7 @@ class Dashboard(PageRoutes):
         bins = query.whole("bins", 300, 1, _MAX_BINS)
         end = min(now, query.seconds("to", now))
         start = query.seconds("from", end - 3600)
-        return to_json({"now": now, "bins": await self.history_log.bins(start, end, bins)})
+        return json_answer({"now": now, "bins": await self.history_log.bins(start, end, bins)})
 
     async def stays(self, request: Request) -> StreamingResponse:
         """The stays in seats in at most ten minutes of the history of hours, in the form of
@@ -316,7 +317,7 @@ class Dashboard(PageRoutes):
         index = _Query(request).whole("index", 0, 0, REQUEST_MOST.n)
         record = self.client.history.find(request.path_params["id"], index)
         if record is None:
-            return to_json(await self._kept_request(request.path_params["id"], index, identity))
+            return json_answer(await self._kept_request(request.path_params["id"], index, identity))
         if not identity.may_see(record.tenant):
             raise _no_request()
         work = request_detail.detail(self.client.history, record, time.monotonic(), identity)
@@ -349,7 +350,7 @@ class Dashboard(PageRoutes):
         limit = query.whole("limit", 100, 1, _MOST_INCIDENTS)
         before = query.whole("before", _ANY, 1)
         page = await self.incident_log.page(limit, before)
-        return to_json({"incidents": page, "more": len(page) == limit})
+        return json_answer({"incidents": page, "more": len(page) == limit})
 
     async def tenants(self, request: Request) -> StreamingResponse:
         """Tenants in the last minutes, see `tenants.tenants`; to a user its own row."""
@@ -375,7 +376,7 @@ class Dashboard(PageRoutes):
         identity, info = Identity.of(request.scope), self.client.info
         names = {} if info is None else info.model.adapters
         listing = await self.work.listing(identity)
-        return to_json(listing | {"adapters": adapters(self.client.history, names, identity)})
+        return json_answer(listing | {"adapters": adapters(self.client.history, names, identity)})
 
     async def cancel_work(self, request: Request) -> Response:
         """Cancel a batch or job (DELETE), and list all work."""
@@ -385,13 +386,13 @@ class Dashboard(PageRoutes):
     async def programs(self, request: Request) -> Response:
         """Compiled sizes and parts of the steps of the last minutes, see `programs.programs`."""
         records = self.client.history.records.since(-1)
-        return to_json(await run_in_threadpool(programs, records, self.client.info))
+        return json_answer(await run_in_threadpool(programs, records, self.client.info))
 
     async def show_settings(self, request: Request) -> Response:
         """All settings with value and origin, like /config."""
         if self.service is None:
             raise HttpError(404, "this page has no server around it", code="not_found")
-        return to_json(self.service().config_report())
+        return json_answer(self.service().config_report())
 
     async def report(self, request: Request) -> StreamingResponse:
         """The last minutes as a self-contained HTML file."""

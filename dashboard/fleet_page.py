@@ -16,7 +16,7 @@ from jitney.dashboard.fleet import FleetView
 from jitney.dashboard.fleet_answers import search_requests, tenants_of_all
 from jitney.dashboard.fleet_member import Member
 from jitney.dashboard.proxy import not_found, proxy_route
-from jitney.dashboard.routes import PageRoutes, read_body, read_json, to_json
+from jitney.dashboard.routes import PageRoutes, read_body, read_json
 from jitney.dashboard.work import WorkList
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.server import (
@@ -26,6 +26,7 @@ from jitney.engine.server import (
     PageLine,
     Role,
     ServerSettings,
+    json_answer,
 )
 
 _DECISION_FORM = 'a decision is JSON: {"action": "promote"}, "roll_back" or "restart"'
@@ -91,13 +92,13 @@ class FleetPage(PageRoutes):
         """Routes of rollouts, for administrators only, as in the endpoint."""
 
         async def show(request: Request) -> Response:
-            return to_json({"rollouts": rollouts.reports()})
+            return json_answer({"rollouts": rollouts.reports()})
 
         async def decide(request: Request) -> Response:
             body = await read_body(request)
             decision = read_json(body, _Decision, _DECISION_FORM, "action")
             await rollouts.decide(request.path_params["model"], decision.action)
-            return to_json({"rollouts": rollouts.reports()})
+            return json_answer({"rollouts": rollouts.reports()})
 
         return [
             PageLine(Route("/rollouts", show), Role.ADMIN),
@@ -121,7 +122,7 @@ class FleetPage(PageRoutes):
         """Requests of all replicas, see `search_requests`."""
         self.fleet.look_for_replicas()
         query, members = request.query_params, self.fleet.members.values()
-        return to_json(
+        return json_answer(
             await search_requests(members, query.get("state", "all"), query.get("search", ""))
         )
 
@@ -129,13 +130,13 @@ class FleetPage(PageRoutes):
         """Tenants of all replicas, see `tenants_of_all`."""
         self.fleet.look_for_replicas()
         identity = Identity.of(request.scope)
-        return to_json(await tenants_of_all(self.fleet.members.values(), identity))
+        return json_answer(await tenants_of_all(self.fleet.members.values(), identity))
 
     async def list_work(self, request: Request) -> Response:
         """Batches, jobs and files of the endpoint; to a user its own."""
         assert self.work is not None  # the route exists only with it
         listing = await self.work.listing(Identity.of(request.scope))
-        return to_json(listing | {"adapters": []})
+        return json_answer(listing | {"adapters": []})
 
     async def cancel_work(self, request: Request) -> Response:
         """Cancel a batch or job (DELETE), and list all work."""
@@ -188,7 +189,7 @@ class FleetPage(PageRoutes):
             }
             for member in self.fleet.members.values()
         ]
-        return to_json(self.engine_list(engines, standalone=True, fleet="../../"))
+        return json_answer(self.engine_list(engines, standalone=True, fleet="../../"))
 
 
 def _member(fleet: FleetView, scope: Scope) -> Member:

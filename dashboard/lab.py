@@ -8,10 +8,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jitney.dashboard.routes import read_body, read_json, to_json
+from jitney.dashboard.routes import read_body, read_json
 from jitney.engine.common.requests import JsonDict
 from jitney.engine.config import settings
-from jitney.engine.server import HttpError
+from jitney.engine.server import HttpError, json_answer
 
 _EXPERIMENT_FORM = (
     "an experiment is JSON with minutes (a number), policies (a list of names), settings (an "
@@ -71,7 +71,7 @@ class LabHandlers:
 
     async def buckets(self, request: Request) -> Response:
         """The compiled sizes with which the recorded steps would have taken the least time."""
-        return to_json(await self.lab.buckets())
+        return json_answer(await self.lab.buckets())
 
     async def experiment(self, request: Request) -> Response:
         """The state (GET), a new `Experiment` (POST), the end of the running one (DELETE)."""
@@ -82,4 +82,4 @@ class LabHandlers:
             status = 202
         elif request.method == "DELETE":
             await lab.stop()
-        return to_json(lab.status(), status)
+        return json_answer(lab.status(), status=status)

@@ -31,9 +31,6 @@ class _SeatCode(NamedTuple):
     #: Levels of a sequence's progress.
     levels: int
 
-    def letter(self, state: str, level: int = 0) -> str:
-        return self.letters[SEAT_STATES.index(state) * self.levels + level]
-
 
 _SEAT_CODE = _SeatCode("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", 16)
 _LEVELS = _SEAT_CODE.levels
@@ -46,7 +43,7 @@ _LETTERS = np.frombuffer(_SEAT_CODE.letters.encode(), np.uint8)
 _N_PROMPT, _N_COMPUTED, _N_OUTPUT, _MAX_TOKENS = (
     SEAT_NUMBERS.index(name) for name in ("n_prompt", "n_computed", "n_output", "max_tokens")
 )
-_FREE = _SEAT_CODE.letter("free")
+_FREE = _SEAT_CODE.letters[SEAT_STATES.index("free") * _LEVELS]
 _PREFILL, _DECODE = SEAT_STATES.index("prefill"), SEAT_STATES.index("decode")
 
 type _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -185,7 +184,3 @@ def read_json[T](body: bytes, kind: type[T], otherwise: str, param: str) -> T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError:
         raise RequestError(otherwise, param=param) from None
-
-
-def to_json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

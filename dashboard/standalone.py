@@ -13,9 +13,9 @@ from jitney.dashboard.feed_endpoint import FeedEndpoint
 from jitney.dashboard.proxy import proxy_route
 from jitney.dashboard.relay import Relay
 from jitney.dashboard.remote import RemoteEngine, Unreachable
-from jitney.dashboard.routes import PageRoutes, to_json
+from jitney.dashboard.routes import PageRoutes
 from jitney.engine.common.requests import JsonDict
-from jitney.engine.server import PageLine, ServerSettings
+from jitney.engine.server import PageLine, ServerSettings, json_answer
 
 #: The engine's own path here.
 _BASE = "engines/0/"
@@ -45,7 +45,7 @@ class Standalone(PageRoutes):
 
     async def list_engines(self, request: Request) -> Response:
         """The engine, whether it answers or not."""
-        return to_json(self.engine_list([await _ask(self.engine)], standalone=True))
+        return json_answer(self.engine_list([await _ask(self.engine)], standalone=True))
 
 
 async def _ask(engine: RemoteEngine) -> JsonDict:

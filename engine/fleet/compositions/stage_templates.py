@@ -21,20 +21,19 @@ _MOST_CHARS = 1 << 20
 class StageRenderer:
     """Renders the templates of one pipeline, by their names."""
 
-    def __init__(self, templates: Mapping[str, str], timeout_s: float = _TIMEOUT_S):
-        self._timeout_s = timeout_s
+    def __init__(self, templates: Mapping[str, str]):
         setup = StageTemplates(dict(templates))
         work = "renders a pipeline's prompts"
         #: The processes; started before the first request, so that it does not wait for them.
-        self.workers = WorkerPool(work, _MODULE, setup, Rendered, timeout_s)
+        self.workers = WorkerPool(work, _MODULE, setup, Rendered, _TIMEOUT_S)
 
     async def render(self, name: str, variables: JsonDict) -> str:
         """The text of a template. Raises HttpError, 400, if it cannot be rendered; RequestError."""
-        stage_text = StageText(name, variables, _MOST_CHARS, 2 * self._timeout_s)
+        stage_text = StageText(name, variables, _MOST_CHARS, 2 * _TIMEOUT_S)
         try:
             rendered = await self.workers.ask(stage_text)
         except TimeoutError:
-            raise HttpError(400, f"its template took longer than {self._timeout_s:g} s") from None
+            raise HttpError(400, f"its template took longer than {_TIMEOUT_S:g} s") from None
         except EOFError:
             raise HttpError(400, "its template's process ended over it, twice") from None
         if rendered.too_long:

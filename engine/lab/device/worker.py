@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -49,12 +49,12 @@ class PartMessage(msgspec.Struct, omit_defaults=True):
     floors: Floors | None = None
 
 
-def _main(source: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
+def _main() -> int:
     """Run the job; exit status 0."""
-    job = msgspec.json.decode(source.read(), type=PartJob)
+    job = msgspec.json.decode(sys.stdin.read(), type=PartJob)
     for line in _lines_of(job):
-        out.write(msgspec.json.encode(line).decode() + "\n")
-        out.flush()
+        sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+        sys.stdout.flush()
     return 0
 
 
